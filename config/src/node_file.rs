@@ -1,0 +1,342 @@
+//! The node file, `/etc/vcuda/config.yaml`: everything on a node that can be set. Versioned; a key that it does
+//! not know is an error, so that a typing mistake never turns into a default.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::GpuUuid;
+
+/// The one version of the node file that this build reads.
+const NODE_FILE_VERSION: u32 = 1;
+
+/// A node file is a page of text; anything larger is a mistake.
+const NODE_FILE_MAX_BYTES: u64 = 1 << 20;
+
+/// The node file. Every key has a default, so an empty node needs none.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct NodeFile {
+    /// Format version, always 1.
+    pub version: u32,
+    /// Names of the two resources.
+    #[serde(default)]
+    pub resources: Resources,
+    /// Well-known places.
+    #[serde(default)]
+    pub paths: Paths,
+    /// Which GPUs are offered, and how much of them.
+    #[serde(default)]
+    pub gpus: GpuPolicy,
+    /// How the NRI plugin presents itself.
+    #[serde(default)]
+    pub nri: NriSettings,
+}
+
+/// Names under which the node offers its shares.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Resources {
+    /// Domain of both names.
+    pub domain: String,
+    /// Name of the core resource; one unit is 1 % of one GPU.
+    pub core: String,
+    /// Name of the memory resource; one unit is 256 MiB.
+    pub memory: String,
+}
+
+/// Well-known places. All are absolute.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Paths {
+    /// Root of the NVIDIA driver: `/` when it is installed on the host, `/run/nvidia/driver` when a driver
+    /// container installs it. Libraries and device nodes are looked up below it.
+    pub driver_root: PathBuf,
+    /// State of this system: the inventory and the `shares` folder.
+    pub state: PathBuf,
+    /// Folder of CDI specs; containerd must list it in `cdi_spec_dirs`.
+    pub cdi: PathBuf,
+    /// Installed files: `bin` and `lib` of this version.
+    pub install: PathBuf,
+    /// Kubelet's device plugin folder, with `kubelet.sock`.
+    pub kubelet: PathBuf,
+    /// containerd's NRI socket.
+    pub nri_socket: PathBuf,
+    /// Sockets and locks of this system.
+    pub run: PathBuf,
+}
+
+/// Which GPUs are offered, and how much of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct GpuPolicy {
+    /// GPUs that this system leaves alone, by UUID.
+    pub exclude: Vec<GpuUuid>,
+    /// Memory of each GPU that is never offered, in MiB (driver contexts, other users of the node).
+    pub reserved_mib: u64,
+}
+
+/// How the NRI plugin presents itself to containerd.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct NriSettings {
+    /// Name of the plugin.
+    pub name: String,
+    /// Two digits that order plugins; we come late, to see what others did.
+    pub index: String,
+}
+
+/// Why a node file was refused.
+#[derive(Debug, Error)]
+pub enum NodeFileError {
+    /// It could not be read.
+    #[error("{path}: cannot be read: {source}; create it, or pass --config with the right path")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// It is no node file.
+    #[error("{path}: {reason}")]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, where, and what would be right.
+        reason: String,
+    },
+}
+
+impl NodeFile {
+    /// Where the node file is looked for when nothing else is said.
+    pub const DEFAULT_PATH: &'static str = "/etc/vcuda/config.yaml";
+
+    /// Reads and checks the node file at `path`.
+    pub fn load(path: &Path) -> Result<Self, NodeFileError> {
+        let read = |source| NodeFileError::Read { path: path.into(), source };
+        let invalid = |reason: String| NodeFileError::Invalid { path: path.into(), reason };
+        if std::fs::metadata(path).map_err(read)?.len() > NODE_FILE_MAX_BYTES {
+            return Err(invalid("larger than 1 MiB, which no node file is; check the path".into()));
+        }
+        Self::parse(&std::fs::read_to_string(path).map_err(read)?).map_err(invalid)
+    }
+
+    /// The node file at `path`, or all defaults where the default file does not exist. A file that was asked
+    /// for by name (`path` is not the default path) must exist.
+    pub fn load_or_default(path: &Path) -> Result<Self, NodeFileError> {
+        match Self::load(path) {
+            Err(NodeFileError::Read { source, .. })
+                if source.kind() == io::ErrorKind::NotFound && path == Path::new(Self::DEFAULT_PATH) =>
+            {
+                Ok(Self::default())
+            }
+            other => other,
+        }
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let file: Self = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        file.check()?;
+        Ok(file)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if self.version != NODE_FILE_VERSION {
+            return Err(format!(
+                "version: {} is not known to this build; it reads version {NODE_FILE_VERSION}",
+                self.version
+            ));
+        }
+        for (key, path) in self.paths.named() {
+            if !path.is_absolute() {
+                return Err(format!("paths.{key}: {} must be absolute", path.display()));
+            }
+        }
+        let resources = &self.resources;
+        if !is_dns_subdomain(&resources.domain) {
+            return Err(format!(
+                "resources.domain: {:?} must be a DNS name such as tencent.com",
+                resources.domain
+            ));
+        }
+        for (key, name) in [("core", &resources.core), ("memory", &resources.memory)] {
+            if !is_resource_name(name) {
+                return Err(format!(
+                    "resources.{key}: {name:?} must be 1 to 63 letters, digits, '-', '_' or '.', with a letter or digit at both ends"
+                ));
+            }
+        }
+        if resources.core == resources.memory {
+            return Err("resources: core and memory must have different names".into());
+        }
+        if self.nri.index.len() != 2 || !self.nri.index.bytes().all(|c| c.is_ascii_digit()) {
+            return Err(format!("nri.index: {:?} must be two digits, \"00\" to \"99\"", self.nri.index));
+        }
+        let nri_name = |c: u8| c.is_ascii_alphanumeric() || b"_.+-".contains(&c);
+        if self.nri.name.is_empty() || !self.nri.name.bytes().all(nri_name) {
+            return Err(format!(
+                "nri.name: {:?} may hold letters, digits, '_', '.', '+' and '-' only",
+                self.nri.name
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Default for NodeFile {
+    fn default() -> Self {
+        Self {
+            version: NODE_FILE_VERSION,
+            resources: Resources::default(),
+            paths: Paths::default(),
+            gpus: GpuPolicy::default(),
+            nri: NriSettings::default(),
+        }
+    }
+}
+
+impl Resources {
+    /// Full name of the core resource, such as `tencent.com/vcuda-core`.
+    pub fn core_name(&self) -> String {
+        format!("{}/{}", self.domain, self.core)
+    }
+
+    /// Full name of the memory resource, such as `tencent.com/vcuda-memory`.
+    pub fn memory_name(&self) -> String {
+        format!("{}/{}", self.domain, self.memory)
+    }
+}
+
+impl Default for Resources {
+    fn default() -> Self {
+        Self { domain: "tencent.com".into(), core: "vcuda-core".into(), memory: "vcuda-memory".into() }
+    }
+}
+
+impl Paths {
+    /// Folder of share records, one folder a share.
+    pub fn shares(&self) -> PathBuf {
+        self.state.join("shares")
+    }
+
+    /// What the device plugin found on this node, for the NRI plugin: GPUs, device nodes, driver.
+    pub fn inventory(&self) -> PathBuf {
+        self.state.join("inventory.json")
+    }
+
+    /// The shim on the host.
+    pub fn shim(&self) -> PathBuf {
+        self.install.join("lib/libvcuda_preload.so")
+    }
+
+    /// The OCI hook on the host.
+    pub fn hook(&self) -> PathBuf {
+        self.install.join("bin/vcuda-hook")
+    }
+
+    fn named(&self) -> [(&'static str, &Path); 7] {
+        [
+            ("driverRoot", &self.driver_root),
+            ("state", &self.state),
+            ("cdi", &self.cdi),
+            ("install", &self.install),
+            ("kubelet", &self.kubelet),
+            ("nriSocket", &self.nri_socket),
+            ("run", &self.run),
+        ]
+    }
+}
+
+impl Default for Paths {
+    fn default() -> Self {
+        Self {
+            driver_root: "/".into(),
+            state: "/var/lib/vcuda".into(),
+            cdi: "/var/run/cdi".into(),
+            install: Path::new("/usr/local/vcuda").join(crate::VERSION),
+            kubelet: "/var/lib/kubelet/device-plugins".into(),
+            nri_socket: "/var/run/nri/nri.sock".into(),
+            run: "/run/vcuda".into(),
+        }
+    }
+}
+
+impl Default for NriSettings {
+    fn default() -> Self {
+        Self { name: "vcuda".into(), index: "90".into() }
+    }
+}
+
+fn is_dns_subdomain(text: &str) -> bool {
+    text.len() <= 253
+        && text.split('.').all(|label| {
+            !label.is_empty()
+                && label.len() <= 63
+                && label.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-')
+                && !label.starts_with('-')
+                && !label.ends_with('-')
+        })
+}
+
+/// The name part of a Kubernetes qualified name.
+fn is_resource_name(text: &str) -> bool {
+    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    (1..=63).contains(&text.len())
+        && text.bytes().all(|c| c.is_ascii_alphanumeric() || b"-_.".contains(&c))
+        && ends(text.chars().next())
+        && ends(text.chars().last())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_alone_means_all_defaults() {
+        assert_eq!(NodeFile::parse("version: 1").unwrap(), NodeFile::default());
+    }
+
+    #[test]
+    fn what_is_set_is_kept() {
+        let file = NodeFile::parse(
+            "version: 1\nresources: {domain: gpu.example.org}\npaths: {driverRoot: /run/nvidia/driver}\n\
+             gpus: {exclude: [GPU-4d4f434b-0000-0000-0000-000000000000], reservedMib: 512}",
+        )
+        .unwrap();
+        assert_eq!(file.resources.core_name(), "gpu.example.org/vcuda-core");
+        assert_eq!(file.paths.driver_root, Path::new("/run/nvidia/driver"));
+        assert_eq!(file.paths.state, Path::new("/var/lib/vcuda"));
+        assert_eq!(file.gpus.reserved_mib, 512);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_key() {
+        for (text, named) in [
+            ("", "version"),
+            ("version: 2", "version"),
+            ("version: 1\nressources: {}", "ressources"),
+            ("version: 1\npaths: {state: var/lib}", "paths.state"),
+            ("version: 1\npaths: {stat: /var}", "stat"),
+            ("version: 1\nresources: {domain: UPPER}", "resources.domain"),
+            ("version: 1\nresources: {core: a b}", "resources.core"),
+            ("version: 1\nresources: {core: x, memory: x}", "resources"),
+            ("version: 1\nnri: {index: '9'}", "nri.index"),
+            ("version: 1\nnri: {name: ''}", "nri.name"),
+            ("version: 1\ngpus: {exclude: [0]}", "GPU UUID"),
+        ] {
+            let error = NodeFile::parse(text).unwrap_err();
+            assert!(error.contains(named), "{text:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn only_the_default_file_may_be_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = NodeFile::load_or_default(&folder.path().join("config.yaml")).unwrap_err().to_string();
+        assert!(error.contains("--config"), "{error}");
+    }
+}
