@@ -316,7 +316,8 @@ mod tests {
     #[test]
     fn mistakes_are_named_with_their_key() {
         for (text, named) in [
-            ("", "version"),
+            ("", "end of input"),
+            ("resources: {}", "version"),
             ("version: 2", "version"),
             ("version: 1\nressources: {}", "ressources"),
             ("version: 1\npaths: {state: var/lib}", "paths.state"),
