@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# Fetches what the demo and the node tests need and this machine lacks: containerd of two lines, runc, etcd,
+# a static busybox, C libraries of three Debian releases, and a linker with a chosen glibc floor.
+#
+# Real parts come as signed Debian packages, from the mirror that this machine's own apt uses, and are unpacked
+# into a cache folder: no service is installed, started or changed. Only what a build needs (a C compiler,
+# python3-venv) is installed with apt-get, as root, where it is missing. Quick when all is there.
+#
+#   integration/setup.sh            # fill the cache
+#   integration/setup.sh --where    # print the cache folder, fetch nothing
+#
+# VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
+set -euo pipefail
+
+cache=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}
+if [ "${1-}" = --where ]; then
+    echo "$cache"
+    exit 0
+fi
+
+say() { printf '\033[2m%s\033[0m\n' "setup: $*" >&2; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+[ "$(uname -m)" = x86_64 ] || die "this machine is $(uname -m); only x86_64 is supported so far"
+[ "$(id -u)" = 0 ] || die "containers need root; run it as root"
+. /etc/os-release
+[ "${ID-}" = debian ] || die "this is ${PRETTY_NAME:-no Debian}; the tests take containerd and C libraries from Debian's packages, run them on Debian 12 or newer"
+
+# --- what building needs, installed for good ---------------------------------------------------------------
+
+missing=()
+command -v cc >/dev/null || missing+=(gcc libc6-dev)
+command -v git >/dev/null || missing+=(git)
+[ -e /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
+/usr/bin/python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3 python3-venv)
+if ! command -v cargo >/dev/null && [ ! -x "$HOME/.cargo/bin/cargo" ]; then missing+=(rustup); fi
+if [ ${#missing[@]} -gt 0 ]; then
+    say "installing ${missing[*]}"
+    apt-get update -qq >/dev/null
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
+        die "apt-get could not install ${missing[*]}; install them by hand (Rust 1.95 by rustup where this release has no rustup package)"
+fi
+export PATH="$PATH:$HOME/.cargo/bin"
+cargo --version >/dev/null 2>&1 || rustup default stable >&2 ||
+    die "there is no Rust toolchain; install Rust 1.95 or newer"
+
+# --- Debian packages, unpacked into the cache --------------------------------------------------------------
+
+mkdir -p "$cache"
+exec 9>"$cache/.lock"
+flock 9
+
+# The C library of the machine itself, and runc for it: runc of a newer release needs a newer C library.
+host=${VERSION_CODENAME:?}
+keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+releases=$(printf '%s\n' "$host" bullseye bookworm trixie forky | sort -u)
+
+apt_root="$cache/apt"
+apt_options=(
+    -o "Dir::Etc=$apt_root/etc" -o "Dir::State=$apt_root/state" -o "Dir::State::status=$apt_root/state/status"
+    -o "Dir::Cache=$apt_root/cache" -o Acquire::Languages=none -o Acquire::Retries=3
+    -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false -o APT::Sandbox::User=root
+)
+
+# Lists of all four releases, from the mirror of the machine's own sources.
+update_lists() {
+    [ -e "$apt_root/updated" ] && return
+    [ -e "$keyring" ] || die "$keyring is missing; install debian-archive-keyring"
+    local mirror release
+    mirror() { apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian' | sed -n 1p; }
+    mirror=$(mirror)
+    if [ -z "$mirror" ]; then
+        apt-get update -qq >/dev/null || die "apt-get update fails; see to this machine's apt sources"
+        mirror=$(mirror)
+    fi
+    [ -n "$mirror" ] || die "this machine's apt sources name no Debian mirror; add one"
+    say "reading package lists of $(echo $releases)"
+    mkdir -p "$apt_root"/{etc/{apt.conf.d,preferences.d},state/lists/partial,cache/archives/partial}
+    : >"$apt_root/state/status"
+    for release in $releases; do
+        echo "deb [arch=amd64 signed-by=$keyring] $mirror $release main"
+    done >"$apt_root/etc/sources.list"
+    apt-get "${apt_options[@]}" update -qq >&2 || die "the package lists cannot be read from the Debian mirror; is the network there?"
+    : >"$apt_root/updated"
+}
+
+# unpack FOLDER RELEASE PACKAGE...: the packages of that release, laid into $cache/FOLDER.
+unpack() {
+    local folder="$cache/$1" release=$2
+    shift 2
+    [ -e "$folder/.complete" ] && [ "$(cat "$folder/.complete")" = "$*" ] && return
+    update_lists
+    say "unpacking $* of $release"
+    rm -rf "$folder" "$folder.part"
+    mkdir -p "$folder.part/debs"
+    (
+        cd "$folder.part/debs"
+        apt-get "${apt_options[@]}" download -qq "${@/%//$release}" >&2
+        for deb in *.deb; do dpkg-deb -x "$deb" ..; done
+    ) || die "$* of $release cannot be fetched; run it again"
+    rm -rf "$folder.part/debs"
+    echo "$*" >"$folder.part/.complete"
+    mv "$folder.part" "$folder"
+}
+
+# A root file system with one release's C library and a shell that is linked against it.
+unpack_root() {
+    local folder="$cache/root-$1"
+    [ -e "$folder/.complete" ] && return
+    unpack "root-$1.new" "$1" libc6 libc-bin libgcc-s1 dash
+    local root="$cache/root-$1.new"
+    # Debian's merged /usr, as base-files lays it.
+    for dir in bin sbin lib lib64; do
+        [ -d "$root/$dir" ] && [ ! -L "$root/$dir" ] && {
+            mkdir -p "$root/usr/$dir"
+            cp -a "$root/$dir/." "$root/usr/$dir/"
+            rm -rf "${root:?}/$dir"
+        }
+        mkdir -p "$root/usr/$dir"
+        ln -sfn "usr/$dir" "$root/$dir"
+    done
+    ln -sfn dash "$root/usr/bin/sh"
+    mkdir -p "$root"/{dev,etc,proc,root,run,sys,tmp,var}
+    chmod 1777 "$root/tmp"
+    rm -rf "$root"/usr/share "$root"/usr/lib/x86_64-linux-gnu/gconv
+    mv "$root" "$folder"
+}
+
+unpack containerd-2.1 forky containerd
+unpack containerd-1.7 trixie containerd
+unpack runc "$host" runc
+unpack busybox "$host" busybox-static
+unpack etcd trixie etcd-server
+for release in bullseye bookworm trixie; do unpack_root "$release"; done
+
+# --- a linker with a glibc floor, for what runs inside other people's images -------------------------------
+
+if [ ! -x "$cache/venv/bin/cargo-zigbuild" ]; then
+    say "installing zig and cargo-zigbuild"
+    rm -rf "$cache/venv"
+    /usr/bin/python3 -m venv "$cache/venv"
+    "$cache/venv/bin/pip" install -q --disable-pip-version-check ziglang==0.17.1 cargo-zigbuild==0.24.1 >&2 ||
+        die "zig cannot be installed from PyPI; is the network there?"
+fi
+
+say "all there: $cache"
