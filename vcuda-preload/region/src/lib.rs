@@ -1,5 +1,42 @@
 //! What the shim inside a container and the node outside agree on: the layout of a share's `limits` and `usage`
-//! files, and where things are in the container.
+//! files, the accounting that the processes of a container do in `usage`, and where things are in the container.
+//!
+//! `limits` is written by the node and only read in the container. `usage` is written by every process of the
+//! container, so the node reads it as it would read anything hostile. Both are fixed in size, hold nothing but
+//! atomics, and are the same on every machine word for word; a change of layout changes [`VERSION`].
+//!
+//! It must not know about CUDA, NVML, or who calls it.
+
+mod account;
+#[cfg(not(feature = "fault-points"))]
+mod fault;
+#[cfg(feature = "fault-points")]
+pub mod fault;
+mod layout;
+mod limits;
+mod mapping;
+mod pair;
+mod process;
+mod snapshot;
+mod usage;
+
+pub use account::Refused;
+pub use limits::{GpuLimit, Limits, LimitsWriter};
+pub use snapshot::{GpuUsage, ProcessUsage, UsageReader, UsageSnapshot};
+pub use usage::{Process, Usage};
+
+/// Version of both layouts. The shim refuses files of another version; the node writes files and mounts the shim
+/// of one version together, so they only differ where a file outlived an upgrade.
+pub const VERSION: u32 = 1;
+
+/// GPUs that one share can span.
+pub const MAX_GPUS: usize = 16;
+
+/// Processes of one container that can use GPUs at a time.
+pub const MAX_PROCESSES: usize = 1024;
+
+/// Memory is accounted in units of this many bytes: the alignment of CUDA's smallest allocation.
+pub const ACCOUNT_UNIT_BYTES: u64 = 512;
 
 /// Where things are inside a container with a share. The shim knows these by heart; the node mounts them.
 pub mod place {

@@ -1,0 +1,124 @@
+//! The two files, field by field. Offsets are fixed: a test pins them, [`crate::VERSION`] names them.
+
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use crate::{MAX_GPUS, MAX_PROCESSES, VERSION, pair::AtomicPair};
+
+pub(crate) const LIMITS_MAGIC: u64 = u64::from_le_bytes(*b"vcudalim");
+pub(crate) const USAGE_MAGIC: u64 = u64::from_le_bytes(*b"vcudause");
+
+/// Start of both files. `size` is the size of the whole file in bytes.
+#[repr(C)]
+pub(crate) struct Header {
+    pub magic: AtomicU64,
+    pub version: AtomicU32,
+    pub size: AtomicU32,
+}
+
+/// `limits`: one page.
+#[repr(C, align(4096))]
+pub(crate) struct LimitsFile {
+    pub header: Header,
+    /// GPUs of this share; that many of `gpus` count.
+    pub gpu_count: AtomicU32,
+    _pad: AtomicU32,
+    /// CLOCK_MONOTONIC of the governor's last tick in nanoseconds; 0 before the first.
+    pub heartbeat_ns: AtomicU64,
+    _reserved: [AtomicU64; 12],
+    pub gpus: [LimitEntry; MAX_GPUS],
+}
+
+/// One GPU of the share. The UUID never changes; every other field is updated in place, each by itself.
+#[repr(C)]
+pub(crate) struct LimitEntry {
+    /// The sixteen bytes of `CUuuid`, as two little-endian words.
+    pub uuid: [AtomicU64; 2],
+    /// Ceiling in bytes.
+    pub memory_bytes: AtomicU64,
+    /// Core share in percent of the GPU in the low half, the limit it may reach in idle time in the high half.
+    pub core: AtomicU64,
+    /// Bytes that the node measured and the shim cannot see: contexts, modules, local memory.
+    pub unseen_bytes: AtomicU64,
+    _reserved: [AtomicU64; 11],
+}
+
+/// `usage`: header page, totals page, then one slot a process.
+#[repr(C, align(4096))]
+pub(crate) struct UsageFile {
+    pub header: Header,
+    /// Bit per slot: set once a process has ever claimed the slot, never cleared. The others are all zero.
+    pub claimed: [AtomicU64; MAX_PROCESSES / 64],
+    _reserved: [AtomicU64; 494],
+    pub gpus: [GpuTotal; MAX_GPUS],
+    _reserved_too: [AtomicU64; 256],
+    pub slots: [Slot; MAX_PROCESSES],
+}
+
+/// Total of one GPU, on cache lines of its own.
+#[repr(C, align(128))]
+pub(crate) struct GpuTotal {
+    /// See `account::Total`.
+    pub total: AtomicPair,
+    /// Allocations that the ceiling refused.
+    pub refusals: AtomicU64,
+    _reserved: [AtomicU64; 13],
+}
+
+/// One process. Counters only grow and outlive the process, so that the sum over all slots never falls.
+#[repr(C, align(512))]
+pub(crate) struct Slot {
+    /// Process ID as the process itself sees it.
+    pub pid: AtomicU64,
+    /// Start time of the process, in clock ticks since boot (field 22 of `/proc/<pid>/stat`).
+    pub start: AtomicU64,
+    /// Inode of the process's PID namespace.
+    pub pid_namespace: AtomicU64,
+    /// Kernel launches.
+    pub launches: AtomicU64,
+    /// Time that launches were held back, in nanoseconds.
+    pub throttled_ns: AtomicU64,
+    _reserved: [AtomicU64; 27],
+    /// Per GPU: see `account::Held`.
+    pub held: [AtomicPair; MAX_GPUS],
+}
+
+pub(crate) const LIMITS_SIZE: usize = size_of::<LimitsFile>();
+pub(crate) const USAGE_SIZE: usize = size_of::<UsageFile>();
+
+impl Header {
+    /// Says what is wrong with this header, if anything is.
+    pub fn check(magic: u64, version: u32, size: u32, wanted: u64, wanted_size: usize) -> Result<(), String> {
+        if magic != wanted {
+            return Err("is not what its name says (wrong magic number)".into());
+        }
+        if version != VERSION {
+            return Err(format!("has layout version {version}, this build knows {VERSION}"));
+        }
+        if u64::from(size) != wanted_size as u64 {
+            return Err(format!("says it has {size} bytes, layout {VERSION} has {wanted_size}"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::offset_of;
+
+    use super::*;
+
+    /// Files outlive the programs that wrote them: whoever moves a field must raise `VERSION`.
+    #[test]
+    fn layout_1_stays_as_it_is() {
+        assert_eq!(VERSION, 1);
+        assert_eq!((LIMITS_SIZE, USAGE_SIZE), (4096, 8192 + 1024 * 512));
+        assert_eq!((offset_of!(LimitsFile, heartbeat_ns), offset_of!(LimitsFile, gpus)), (24, 128));
+        assert_eq!(size_of::<LimitEntry>(), 128);
+        assert_eq!(offset_of!(LimitEntry, memory_bytes), 16);
+        assert_eq!((offset_of!(LimitEntry, core), offset_of!(LimitEntry, unseen_bytes)), (24, 32));
+        assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
+        assert_eq!((offset_of!(UsageFile, slots), size_of::<Slot>()), (8192, 512));
+        assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
+        assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (24, 256));
+    }
+}

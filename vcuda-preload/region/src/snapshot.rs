@@ -1,0 +1,204 @@
+//! The `usage` file as the node reads it. Every byte of it may be a lie or gone: it is read, never mapped, so that a
+//! container that truncates it faults nobody here; sizes, counts and time are bounded; figures saturate.
+
+use std::{
+    fs::File,
+    io,
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    MAX_GPUS, MAX_PROCESSES,
+    account::{Held, Total, bytes},
+    layout::{GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
+    mapping::invalid,
+    pair::whole,
+    usage::locked,
+};
+
+/// An honest container's 1024 locks take a fraction of a millisecond to look at. One that sets a million locks on its
+/// file makes every look slow; it loses its figures, not the node's time.
+const LOCKS_TIME_LIMIT: Duration = Duration::from_millis(50);
+
+/// Reads a container's `usage`, time and again.
+pub struct UsageReader {
+    file: File,
+}
+
+/// What a container says of itself at one moment. Only the process IDs come from the kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UsageSnapshot {
+    /// Per GPU, in the order of `limits`; always [`MAX_GPUS`] long, zero where the share has no such GPU.
+    pub gpus: Vec<GpuUsage>,
+    /// Living processes that have used a GPU.
+    pub processes: Vec<ProcessUsage>,
+    /// Kernel launches since the file was made.
+    pub launches: u64,
+    /// Nanoseconds for which launches were held back since the file was made, summed over threads.
+    pub throttled_ns: u64,
+}
+
+/// One GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuUsage {
+    /// Bytes that living processes hold.
+    pub used_bytes: u64,
+    /// Allocations that the ceiling has refused since the file was made.
+    pub refusals: u64,
+}
+
+/// One process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessUsage {
+    /// Process ID in the reader's PID namespace, as the kernel tells it; 0 if the process is not visible there.
+    pub pid: u32,
+    /// Bytes held per GPU, [`MAX_GPUS`] long.
+    pub bytes: Vec<u64>,
+}
+
+impl UsageReader {
+    /// Opens the usage file at `path` for reading.
+    ///
+    /// # Errors
+    /// The file cannot be opened.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        Ok(Self { file: File::open(path)? })
+    }
+
+    /// Reads the figures.
+    ///
+    /// # Errors
+    /// `InvalidData` or `UnexpectedEof` if the container has spoiled the file: its figures are lost, nothing else is.
+    pub fn snapshot(&self) -> io::Result<UsageSnapshot> {
+        let mut head = [0; std::mem::offset_of!(UsageFile, slots)];
+        self.file.read_exact_at(&mut head, 0)?;
+        let magic = word(&head, std::mem::offset_of!(Header, magic));
+        let [a, b, c, d, size @ ..] = word(&head, std::mem::offset_of!(Header, version)).to_le_bytes();
+        let (version, size) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(size));
+        Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
+
+        let mut snapshot = UsageSnapshot { gpus: vec![GpuUsage::default(); MAX_GPUS], ..Default::default() };
+        let mut totals = [Total::default(); MAX_GPUS];
+        for (gpu, (figures, total)) in snapshot.gpus.iter_mut().zip(&mut totals).enumerate() {
+            let at = std::mem::offset_of!(UsageFile, gpus) + gpu * size_of::<GpuTotal>();
+            *total = Total::unpack(pair(&head, at));
+            figures.refusals = word(&head, at + std::mem::offset_of!(GpuTotal, refusals));
+        }
+
+        let begun = Instant::now();
+        for slot in 0..MAX_PROCESSES {
+            let claimed = word(&head, std::mem::offset_of!(UsageFile, claimed) + slot / 64 * 8);
+            if claimed >> (slot % 64) & 1 == 0 {
+                continue;
+            }
+            if begun.elapsed() > LOCKS_TIME_LIMIT {
+                return Err(invalid("holds so many locks that its processes cannot be told apart"));
+            }
+            self.add_slot(slot, &totals, &mut snapshot)?;
+        }
+        Ok(snapshot)
+    }
+
+    fn add_slot(
+        &self,
+        slot: usize,
+        totals: &[Total; MAX_GPUS],
+        snapshot: &mut UsageSnapshot,
+    ) -> io::Result<()> {
+        let mut text = [0; size_of::<Slot>()];
+        let at = std::mem::offset_of!(UsageFile, slots) + slot * size_of::<Slot>();
+        self.file.read_exact_at(&mut text, at as u64)?;
+        let add = |sum: &mut u64, at| *sum = sum.saturating_add(word(&text, at));
+        add(&mut snapshot.launches, std::mem::offset_of!(Slot, launches));
+        add(&mut snapshot.throttled_ns, std::mem::offset_of!(Slot, throttled_ns));
+
+        let Some(pid) = locked(self.file.as_raw_fd(), slot)? else { return Ok(()) };
+        let held = |gpu: usize, total: Total| {
+            let at = std::mem::offset_of!(Slot, held) + gpu * 16;
+            bytes(Held::unpack(pair(&text, at)).with(slot, total).units)
+        };
+        let bytes: Vec<_> = totals.iter().enumerate().map(|(gpu, total)| held(gpu, *total)).collect();
+        for (figures, held) in snapshot.gpus.iter_mut().zip(&bytes) {
+            figures.used_bytes = figures.used_bytes.saturating_add(*held);
+        }
+        snapshot.processes.push(ProcessUsage { pid, bytes });
+        Ok(())
+    }
+}
+
+/// The little-endian word at `at`, which is below the length by at least eight.
+fn word(bytes: &[u8], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(word)
+}
+
+fn pair(bytes: &[u8], at: usize) -> u128 {
+    whole(word(bytes, at), word(bytes, at + 8))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Refused, Usage};
+
+    #[test]
+    fn the_node_sees_what_a_process_holds() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("usage");
+        Usage::create(&path).unwrap();
+        let usage = Usage::open(&path).unwrap();
+        let me = usage.claim().unwrap();
+        usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
+        assert_eq!(usage.take(me, 1, 2 << 20, 4 << 20), Err(Refused));
+        usage.counters(me).0.fetch_add(5, std::sync::atomic::Ordering::Relaxed);
+
+        let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();
+        // A process's own locks never show to itself; tests/processes.rs looks from another one.
+        assert_eq!(snapshot.gpus[1], GpuUsage { used_bytes: 0, refusals: 1 });
+        assert_eq!(snapshot.launches, 5);
+        assert_eq!(usage.used(Some(me), 1), 3 << 20);
+    }
+
+    #[test]
+    fn a_truncated_file_is_an_error_and_not_a_fault() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("usage");
+        Usage::create(&path).unwrap();
+        let reader = UsageReader::open(&path).unwrap();
+        reader.snapshot().unwrap();
+        for size in [0, 1, 4096, 8191] {
+            fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(size).unwrap();
+            assert_eq!(reader.snapshot().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_content_is_read_or_refused(
+            mut content in prop::collection::vec(any::<u8>(), 0..USAGE_SIZE),
+            sound_header: bool,
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("usage");
+            if sound_header {
+                Usage::create(&path).unwrap();
+                let header = fs::read(&path).unwrap();
+                let n = content.len().min(16);
+                content[..n].copy_from_slice(&header[..n]);
+            }
+            fs::write(&path, content).unwrap();
+            if let Ok(snapshot) = UsageReader::open(&path).unwrap().snapshot() {
+                prop_assert!(snapshot.processes.len() <= MAX_PROCESSES);
+                prop_assert_eq!(snapshot.gpus.len(), MAX_GPUS);
+            }
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The `usage` file as the processes of a container use it: claiming a slot, taking and giving memory, and finding
+//! out who is dead.
+//!
+//! A process owns its slot by a kernel record lock on the slot's bytes of the file (fcntl(2), F_SETLK). The kernel
+//! drops it when the process dies or calls exec, never before, and a forked child does not have it; so it tells the
+//! living from the dead across PID namespaces and users, and no number that is used again can fool it. Nobody ever
+//! waits for such a lock.
+
+use std::{
+    ffi::CString,
+    io,
+    os::{fd::RawFd, unix::ffi::OsStrExt},
+    path::Path,
+    sync::atomic::Ordering::{Acquire, Relaxed, Release},
+};
+
+use crate::{
+    MAX_GPUS, MAX_PROCESSES,
+    account::{Account, Refused, bytes, units},
+    layout::{Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
+    limits::{replace, stamp},
+    mapping::{Mapping, invalid, open},
+    process,
+};
+
+/// A container's `usage` file. All figures are bytes; GPUs are numbered as in `limits`.
+///
+/// Closing any descriptor of the file in this process drops this process's locks (fcntl(2)), so a process opens it
+/// once and keeps it.
+pub struct Usage {
+    file: Mapping<UsageFile>,
+    fd: RawFd,
+}
+
+/// The slot of the calling process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Process {
+    slot: usize,
+}
+
+impl Process {
+    /// Number of the slot, below [`MAX_PROCESSES`].
+    pub fn slot(self) -> usize {
+        self.slot
+    }
+
+    /// The process that claimed slot `slot` before.
+    pub fn of_slot(slot: usize) -> Option<Self> {
+        (slot < MAX_PROCESSES).then_some(Self { slot })
+    }
+}
+
+impl Usage {
+    /// Writes an empty `usage` file at `path`, writable by all: whole or not at all, replacing what was there. It is
+    /// half a megabyte, of which only what is used takes room on disk.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn create(path: &Path) -> io::Result<()> {
+        use std::os::fd::AsRawFd;
+        replace(path, 0o666, |file| {
+            file.set_len(USAGE_SIZE as u64)?;
+            let map = Mapping::<UsageFile>::new(file.as_raw_fd(), true)?;
+            stamp(&map.header, USAGE_MAGIC, USAGE_SIZE);
+            Ok(())
+        })
+    }
+
+    /// Maps the usage file at `path`, for reading and writing.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or is none of this layout.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let path = CString::new(path.as_os_str().as_bytes())?;
+        let fd = open(&path, libc::O_RDWR)?;
+        let usage = Mapping::new(fd, true).and_then(|file: Mapping<UsageFile>| {
+            let Header { magic, version, size } = &file.header;
+            let (magic, version, size) = (magic.load(Acquire), version.load(Relaxed), size.load(Relaxed));
+            Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
+            Ok(Self { file, fd })
+        });
+        if usage.is_err() {
+            // SAFETY: the descriptor is ours and nobody else knows it.
+            unsafe { libc::close(fd) };
+        }
+        usage
+    }
+
+    /// Claims a slot for the calling process. Once is enough; after fork, the child claims its own.
+    ///
+    /// # Errors
+    /// All [`MAX_PROCESSES`] slots belong to living processes, or the kernel refuses locks.
+    pub fn claim(&self) -> io::Result<Process> {
+        for slot in 0..MAX_PROCESSES {
+            if !self.lock(slot, libc::F_WRLCK)? {
+                continue;
+            }
+            // The lock is ours, but memory of a process that is still being torn down stays where it is.
+            if (0..MAX_GPUS).any(|gpu| self.account(gpu).held(slot) > 0) {
+                if self.torn_down(slot) {
+                    (0..MAX_GPUS).for_each(|gpu| _ = self.account(gpu).reap(slot, || true));
+                } else {
+                    self.lock(slot, libc::F_UNLCK)?;
+                    continue;
+                }
+            }
+            let Slot { pid, start, pid_namespace, .. } = &self.file.slots[slot];
+            let me = process::Identity::of_caller();
+            pid.store(u64::from(me.pid), Relaxed);
+            start.store(me.start, Relaxed);
+            pid_namespace.store(me.pid_namespace, Relaxed);
+            self.file.claimed[slot / 64].fetch_or(1 << (slot % 64), Release);
+            return Ok(Process { slot });
+        }
+        Err(io::Error::other(format!("{MAX_PROCESSES} processes of this container use GPUs already")))
+    }
+
+    /// Takes `wanted` bytes of GPU `gpu` for `me` if all processes together then hold at most `ceiling` bytes. Before
+    /// it refuses, it gives back what dead processes held.
+    ///
+    /// # Errors
+    /// The ceiling does not allow it; it has been counted as a refusal.
+    pub fn take(&self, me: Process, gpu: usize, wanted: u64, ceiling: u64) -> Result<(), Refused> {
+        if gpu >= MAX_GPUS {
+            return Err(Refused);
+        }
+        let account = self.account(gpu);
+        // Rounded down: a unit that is only half below the ceiling is not to be had.
+        let (wanted, ceiling) = (units(wanted), units(ceiling.saturating_add(1)) - 1);
+        account
+            .take(me.slot, wanted, ceiling)
+            .or_else(|Refused| {
+                self.reap(me, gpu);
+                account.take(me.slot, wanted, ceiling)
+            })
+            .inspect_err(|Refused| account.count_refusal())
+    }
+
+    /// Puts `there` bytes on the account of `me`, whatever the ceiling: memory that is taken already.
+    pub fn charge(&self, me: Process, gpu: usize, there: u64) {
+        if gpu < MAX_GPUS {
+            self.account(gpu).charge(me.slot, units(there));
+        }
+    }
+
+    /// Gives back `given` bytes that `me` took; never more than it holds.
+    pub fn give(&self, me: Process, gpu: usize, given: u64) {
+        if gpu < MAX_GPUS {
+            self.account(gpu).give(me.slot, units(given));
+        }
+    }
+
+    /// Counts a refusal that was decided elsewhere.
+    pub fn count_refusal(&self, gpu: usize) {
+        if gpu < MAX_GPUS {
+            self.account(gpu).count_refusal();
+        }
+    }
+
+    /// Bytes that the living processes of the container hold on GPU `gpu`. `me` is the caller's own slot, if it has
+    /// one. Costs a system call for each other process that holds something.
+    pub fn used(&self, me: Option<Process>, gpu: usize) -> u64 {
+        if gpu >= MAX_GPUS {
+            return 0;
+        }
+        let account = self.account(gpu);
+        if let Some(me) = me {
+            let total = account.total();
+            if total == 0 || account.held(me.slot) == total {
+                return bytes(total);
+            }
+            self.reap(me, gpu);
+        } else {
+            self.reap_all_but(None, gpu);
+        }
+        bytes(account.total())
+    }
+
+    /// Bytes that `me` holds on GPU `gpu`.
+    pub fn held(&self, me: Process, gpu: usize) -> u64 {
+        if gpu < MAX_GPUS { bytes(self.account(gpu).held(me.slot)) } else { 0 }
+    }
+
+    /// Calls `with` for every living process that holds memory of GPU `gpu`: its ID as it sees itself, and bytes.
+    pub fn for_each_process(&self, me: Option<Process>, gpu: usize, mut with: impl FnMut(u32, u64)) {
+        if gpu >= MAX_GPUS {
+            return;
+        }
+        for slot in self.claimed() {
+            let held = self.account(gpu).held(slot);
+            if held > 0 && !self.dead(me, slot) {
+                let pid = u32::try_from(self.file.slots[slot].pid.load(Relaxed)).unwrap_or(0);
+                with(pid, bytes(held));
+            }
+        }
+    }
+
+    /// Counters of `me`: launches, and nanoseconds for which launches were held back. They only grow.
+    pub fn counters(&self, me: Process) -> (&std::sync::atomic::AtomicU64, &std::sync::atomic::AtomicU64) {
+        let slot = &self.file.slots[me.slot];
+        (&slot.launches, &slot.throttled_ns)
+    }
+
+    fn account(&self, gpu: usize) -> Account<'_> {
+        Account { file: &self.file, gpu }
+    }
+
+    fn reap(&self, me: Process, gpu: usize) {
+        self.reap_all_but(Some(me), gpu);
+    }
+
+    fn reap_all_but(&self, me: Option<Process>, gpu: usize) {
+        for slot in self.claimed() {
+            self.account(gpu).reap(slot, || self.dead(me, slot));
+        }
+    }
+
+    /// Slots that any process ever claimed.
+    fn claimed(&self) -> impl Iterator<Item = usize> {
+        self.file.claimed.iter().enumerate().flat_map(|(word, bits)| {
+            let bits = bits.load(Acquire);
+            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| word * 64 + bit)
+        })
+    }
+
+    /// Whether the process of `slot` is gone, and the driver has its memory back.
+    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+        // One's own lock never shows.
+        if me.is_some_and(|me| me.slot == slot) {
+            return false;
+        }
+        matches!(locked(self.fd, slot), Ok(None)) && self.torn_down(slot)
+    }
+
+    /// The kernel drops locks before it closes the driver's files. While a process of this PID namespace is still on
+    /// its way out, its memory is not back. Elsewhere the lock alone decides.
+    fn torn_down(&self, slot: usize) -> bool {
+        let Slot { pid, start, pid_namespace, .. } = &self.file.slots[slot];
+        let Ok(pid) = u32::try_from(pid.load(Relaxed)) else { return true };
+        let identity =
+            process::Identity { pid, start: start.load(Relaxed), pid_namespace: pid_namespace.load(Relaxed) };
+        !identity.is_exiting()
+    }
+
+    /// Sets or drops the calling process's lock on `slot`; false if another process has it.
+    fn lock(&self, slot: usize, kind: libc::c_int) -> io::Result<bool> {
+        let lock = record_lock(slot, kind);
+        // SAFETY: `lock` outlives the call.
+        if unsafe { libc::fcntl(self.fd, libc::F_SETLK, &raw const lock) } == 0 {
+            return Ok(true);
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+            _ => Err(error),
+        }
+    }
+}
+
+impl Drop for Usage {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is ours.
+        unsafe { libc::close(self.fd) };
+    }
+}
+
+/// The process that has `slot` of the file behind `fd` locked, as this PID namespace numbers it (0: not visible
+/// here); none if nobody has, the caller included.
+pub(crate) fn locked(fd: RawFd, slot: usize) -> io::Result<Option<u32>> {
+    let mut lock = record_lock(slot, libc::F_WRLCK);
+    // SAFETY: `lock` outlives the call.
+    if unsafe { libc::fcntl(fd, libc::F_GETLK, &raw mut lock) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let free = libc::c_int::from(lock.l_type) == libc::F_UNLCK;
+    Ok((!free).then(|| u32::try_from(lock.l_pid).unwrap_or(0)))
+}
+
+fn record_lock(slot: usize, kind: libc::c_int) -> libc::flock {
+    let at = std::mem::offset_of!(UsageFile, slots) + slot * size_of::<Slot>();
+    // All of these are far below what the types hold.
+    libc::flock {
+        l_type: kind.try_into().unwrap_or(0),
+        l_whence: libc::SEEK_SET.try_into().unwrap_or(0),
+        l_start: at.try_into().unwrap_or(0),
+        l_len: size_of::<Slot>().try_into().unwrap_or(0),
+        l_pid: 0,
+    }
+}
