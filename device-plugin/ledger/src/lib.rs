@@ -5,6 +5,17 @@
 
 mod files;
 mod inventory;
+mod ledger;
+mod place;
+mod share;
+mod shares;
 
 pub use files::boot_id;
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
+pub use ledger::{BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd};
+pub use place::{Choice, GpuFree, Lack, NoRoom, Placement, place};
+pub use share::{
+    ContainerRef, GpuShare, PodRef, RecordError, ShareFolder, ShareKind, ShareName, ShareNameError,
+    ShareRecord, ShareState,
+};
+pub use shares::{Shares, Unreadable};

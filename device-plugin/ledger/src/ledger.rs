@@ -1,0 +1,464 @@
+//! The ledger: who may change the folder of shares, and how. Every change is made under one lock, and is a rename:
+//! a process killed at any instant leaves the share as it was, or as it was to become. Capacity is given back
+//! before it is handed out again, so no GPU is ever promised twice, not even for an instant.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, DirBuilder, File},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use rustix::fs::{CWD, FlockOperation, RenameFlags};
+use thiserror::Error;
+use vcuda_config::{GpuUuid, Request};
+
+use crate::{
+    ContainerRef, Inventory, NoRoom, Placement, PodRef, ShareFolder, ShareKind, ShareName, ShareNameError,
+    ShareRecord, ShareState, Shares, files, place, shares::free_beside,
+};
+
+/// How long after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
+/// census between a container's creation and its listing (2.0 and later do not, `BlockPluginSync`).
+const LISTING_GRACE: Duration = Duration::from_secs(60);
+
+/// The ledger of one node.
+#[derive(Debug)]
+pub struct Ledger {
+    folder: PathBuf,
+    boot_id: String,
+    /// Keeps threads of this process apart; the lock on the folder keeps processes apart.
+    threads: Mutex<()>,
+    attempts: AtomicU64,
+}
+
+/// A container that asks for its share.
+#[derive(Clone, Debug)]
+pub struct Claim {
+    /// Its pod.
+    pub pod: PodRef,
+    /// The container.
+    pub container: ContainerRef,
+    /// What it asks.
+    pub request: Request,
+}
+
+/// A share that was bound.
+#[derive(Debug)]
+pub struct Bound {
+    /// Its name.
+    pub name: ShareName,
+    /// What it holds.
+    pub record: ShareRecord,
+    /// Its folder.
+    pub folder: ShareFolder,
+    /// Why it holds just that.
+    pub placement: Placement,
+    /// Ended containers of the same pod whose shares gave way.
+    pub gave_way: Vec<ShareName>,
+}
+
+/// What of the node's pods and containers is alive, from the runtime's own list.
+#[derive(Clone, Debug, Default)]
+pub struct Live {
+    /// Pods by UID.
+    pub pods: BTreeMap<String, PodLife>,
+    /// IDs of containers that are created or run.
+    pub containers: BTreeSet<String>,
+}
+
+/// Whether a pod that the runtime lists still runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PodLife {
+    /// Its sandbox is up.
+    Up,
+    /// Its sandbox is known but has ended.
+    Ended,
+}
+
+/// How a pod's sandbox ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SandboxEnd {
+    /// It was stopped; kubelet may make it anew for the same pod.
+    Stopped,
+    /// It was removed.
+    Removed,
+}
+
+/// What [`Ledger::prune`] did.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Shares of pods that are gone: released.
+    pub released: Vec<ShareName>,
+    /// Shares whose container has ended, of pods that are not gone: kept, marked stopped.
+    pub stopped: Vec<ShareName>,
+}
+
+/// Why the ledger could not be read or changed.
+#[derive(Debug, Error)]
+#[error("{path}: {source}; see that the folder exists, belongs to root and has room")]
+pub struct LedgerError {
+    /// File or folder.
+    pub path: PathBuf,
+    /// Why.
+    pub source: io::Error,
+}
+
+/// Why a share was not bound.
+#[derive(Debug, Error)]
+pub enum BindError {
+    /// The pod's or the container's name can name no share.
+    #[error(transparent)]
+    Name(#[from] ShareNameError),
+    /// No GPU can take it.
+    #[error("{0}; wait until other pods end, ask for less, or use another node")]
+    NoRoom(#[from] NoRoom),
+    /// Another share cannot be read, so nothing is known to be free.
+    #[error("{0}")]
+    Unreadable(String),
+    /// The share's files could not be made.
+    #[error("{path}: {source}; see that the file system has room and is writable")]
+    Fill {
+        /// The share's folder, before it got its name.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The folder of shares could not be read or changed.
+    #[error(transparent)]
+    Ledger(#[from] LedgerError),
+}
+
+/// Proof that the folder is locked, and the lock itself.
+struct Locked<'a> {
+    _process: File,
+    _thread: MutexGuard<'a, ()>,
+}
+
+impl Ledger {
+    /// Opens the ledger in the folder `shares`, which is made where it does not exist, and clears away what a
+    /// killed process left half done.
+    pub fn open(shares: &Path) -> Result<Self, LedgerError> {
+        let boot_id = files::boot_id()
+            .map_err(|source| LedgerError { path: "/proc/sys/kernel/random/boot_id".into(), source })?;
+        Self::open_in_boot(shares, boot_id)
+    }
+
+    /// As [`Ledger::open`], during the boot with this ID.
+    pub fn open_in_boot(shares: &Path, boot_id: String) -> Result<Self, LedgerError> {
+        let ledger = Self {
+            folder: shares.into(),
+            boot_id,
+            threads: Mutex::default(),
+            attempts: AtomicU64::default(),
+        };
+        let lock = ledger.lock()?;
+        ledger.clear_leftovers().map_err(|source| ledger.error(source))?;
+        drop(lock);
+        Ok(ledger)
+    }
+
+    /// The folder of shares.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// ID of the boot during which the ledger was opened.
+    pub fn boot_id(&self) -> &str {
+        &self.boot_id
+    }
+
+    /// All shares, as they are now.
+    pub fn shares(&self) -> Result<Shares, LedgerError> {
+        Shares::read(&self.folder).map_err(|source| self.error(source))
+    }
+
+    /// Binds the share of a container that is being created.
+    ///
+    /// A container that held a share before, in this boot or an earlier one, keeps its GPU where it still has room;
+    /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place`] decides. The first share of a
+    /// container takes the place of shares of ended containers of its pod: kubelet gives an init container's
+    /// devices on to the pod's other containers.
+    ///
+    /// `fill` makes the share's other files in the folder it is given. The share appears with all its files, or
+    /// not at all. Nothing is synced to disk: see [`Ledger::sync`].
+    pub fn bind(
+        &self,
+        inventory: &Inventory,
+        claim: &Claim,
+        prefer: &[GpuUuid],
+        fill: impl FnOnce(&ShareRecord, &ShareFolder) -> io::Result<()>,
+    ) -> Result<Bound, BindError> {
+        let name = ShareName::new(&claim.pod.uid, &claim.container.name)?;
+        let _lock = self.lock()?;
+        let shares = self.shares()?;
+        // A record of the same name that cannot be read is about to be replaced, so it matters no more.
+        if let Some(unreadable) = shares.unreadable.iter().find(|other| other.name != name) {
+            return Err(BindError::Unreadable(unreadable.to_string()));
+        }
+        let own = shares.records.get(&name);
+        let gives_way = |other: &ShareName, record: &ShareRecord| {
+            own.is_none() && other.pod_uid() == name.pod_uid() && record.state == ShareState::Stopped
+        };
+        let gave_way: Vec<ShareName> = shares
+            .records
+            .iter()
+            .filter(|(other, record)| **other != name && gives_way(other, record))
+            .map(|(other, _)| other.clone())
+            .collect();
+        let others = shares
+            .records
+            .iter()
+            .filter(|(other, _)| **other != name && !gave_way.contains(other))
+            .map(|(_, record)| record);
+
+        let mut wish: Vec<GpuUuid> =
+            own.iter().flat_map(|own| &own.gpus).map(|gpu| gpu.uuid.clone()).collect();
+        wish.extend(prefer.iter().filter(|gpu| !wish.contains(gpu)).cloned().collect::<Vec<_>>());
+        let placement = place(&free_beside(inventory, others), &claim.request, &wish)?;
+        let record = self.record(claim, &placement);
+
+        let fresh = self.work_folder(&name, "new")?;
+        let made = fill(&record, &fresh).and_then(|()| record.store(&fresh));
+        if let Err(source) = made {
+            let path = fresh.path().to_path_buf();
+            // The folder is cleared away at the next start if that fails, too.
+            let _ = fs::remove_dir_all(&path);
+            return Err(BindError::Fill { path, source });
+        }
+        for other in &gave_way {
+            self.remove(other)?;
+        }
+        let folder = ShareFolder::new(&self.folder, &name);
+        self.put(&fresh, &folder)?;
+        Ok(Bound { name, record, folder, placement, gave_way })
+    }
+
+    /// Puts back the record of a container that runs, where there is none. It runs whatever the ledger says, so
+    /// room is not asked for. False when there is a record.
+    pub fn adopt(
+        &self,
+        record: &ShareRecord,
+        fill: impl FnOnce(&ShareRecord, &ShareFolder) -> io::Result<()>,
+    ) -> Result<bool, BindError> {
+        let name = record.name()?;
+        let _lock = self.lock()?;
+        if ShareRecord::load(&self.folder, &name).is_ok() {
+            return Ok(false);
+        }
+        let fresh = self.work_folder(&name, "new")?;
+        fill(record, &fresh)
+            .and_then(|()| record.store(&fresh))
+            .map_err(|source| BindError::Fill { path: fresh.path().into(), source })?;
+        self.put(&fresh, &ShareFolder::new(&self.folder, &name))?;
+        Ok(true)
+    }
+
+    /// Syncs the share to disk. A kill never loses a bound share; a loss of power may lose one that was not synced,
+    /// and then nothing runs that it belonged to. So this can be done when the container's creation goes on.
+    pub fn sync(&self, name: &ShareName) -> io::Result<()> {
+        let folder = ShareFolder::new(&self.folder, name);
+        for path in [folder.record(), folder.path().into(), self.folder.clone()] {
+            match File::open(path) {
+                // Released in the meantime.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+                file => file?.sync_all()?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that the container with this ID has ended. Its share stays with its pod. None when no share belongs to
+    /// just this container, as after a restart, when a new one has taken over.
+    pub fn mark_stopped(&self, container_id: &str) -> Result<Option<ShareName>, LedgerError> {
+        let _lock = self.lock()?;
+        for (name, record) in self.shares()?.records {
+            if record.container.id == container_id {
+                self.set_stopped(&name, record)?;
+                return Ok(Some(name));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Releases the shares of the pod whose sandbox has ended. After a reboot kubelet stops the sandboxes of the
+    /// earlier boot and makes new ones for the same pods, so a share bound in an earlier boot stays until its
+    /// sandbox is removed.
+    pub fn end_sandbox(&self, sandbox_id: &str, end: SandboxEnd) -> Result<Vec<ShareName>, LedgerError> {
+        let _lock = self.lock()?;
+        let mut released = Vec::new();
+        for (name, record) in self.shares()?.records {
+            if record.pod.sandbox_id != sandbox_id {
+                continue;
+            }
+            if end == SandboxEnd::Removed || record.boot_id == self.boot_id {
+                self.remove(&name)?;
+                released.push(name);
+            } else {
+                self.set_stopped(&name, record)?;
+            }
+        }
+        Ok(released)
+    }
+
+    /// Releases one share, whatever state it is in; false when there is none of this name.
+    pub fn release(&self, name: &ShareName) -> Result<bool, LedgerError> {
+        let _lock = self.lock()?;
+        self.remove(name)
+    }
+
+    /// Brings the ledger in line with what the runtime lists: releases shares of pods that are gone, readable or
+    /// not, and marks those stopped whose container is gone.
+    pub fn prune(&self, live: &Live) -> Result<Pruned, LedgerError> {
+        let _lock = self.lock()?;
+        let shares = self.shares()?;
+        let mut pruned = Pruned::default();
+        for unreadable in shares.unreadable {
+            if !live.pods.contains_key(unreadable.name.pod_uid()) {
+                self.remove(&unreadable.name)?;
+                pruned.released.push(unreadable.name);
+            }
+        }
+        for (name, record) in shares.records {
+            let this_boot = record.boot_id == self.boot_id;
+            let gone = match live.pods.get(name.pod_uid()) {
+                None => true,
+                // After a reboot all sandboxes have ended, and kubelet makes them anew.
+                Some(PodLife::Ended) => this_boot,
+                Some(PodLife::Up) => false,
+            };
+            if gone {
+                self.remove(&name)?;
+                pruned.released.push(name);
+            } else if record.state == ShareState::Running
+                && !live.containers.contains(&record.container.id)
+                && !(this_boot && is_recent(record.bound_at))
+            {
+                self.set_stopped(&name, record)?;
+                pruned.stopped.push(name);
+            }
+        }
+        Ok(pruned)
+    }
+
+    fn record(&self, claim: &Claim, placement: &Placement) -> ShareRecord {
+        let kind = match claim.request {
+            Request::Share { .. } => ShareKind::Share,
+            Request::Whole { .. } => ShareKind::Whole,
+        };
+        ShareRecord {
+            version: ShareRecord::VERSION,
+            pod: claim.pod.clone(),
+            container: claim.container.clone(),
+            boot_id: self.boot_id.clone(),
+            kind,
+            gpus: placement.gpus.clone(),
+            state: ShareState::Running,
+            bound_at: seconds_since_1970(),
+            shim: kind == ShareKind::Share,
+        }
+    }
+
+    fn set_stopped(&self, name: &ShareName, mut record: ShareRecord) -> Result<(), LedgerError> {
+        if record.state == ShareState::Stopped {
+            return Ok(());
+        }
+        record.state = ShareState::Stopped;
+        let folder = ShareFolder::new(&self.folder, name);
+        record.store(&folder).map_err(|source| LedgerError { path: folder.record(), source })
+    }
+
+    /// Gives the filled folder `fresh` its name, in one step with taking it from an older one.
+    fn put(&self, fresh: &ShareFolder, folder: &ShareFolder) -> Result<(), LedgerError> {
+        let failed =
+            |source: rustix::io::Errno| LedgerError { path: folder.path().into(), source: source.into() };
+        match rustix::fs::renameat_with(CWD, fresh.path(), CWD, folder.path(), RenameFlags::NOREPLACE) {
+            Err(rustix::io::Errno::EXIST) => {}
+            done => return done.map_err(failed),
+        }
+        rustix::fs::renameat_with(CWD, fresh.path(), CWD, folder.path(), RenameFlags::EXCHANGE)
+            .map_err(failed)?;
+        // What is now there under the working name is the older one, without a claim on anything.
+        let _ = fs::remove_dir_all(fresh.path());
+        Ok(())
+    }
+
+    fn remove(&self, name: &ShareName) -> Result<bool, LedgerError> {
+        let path = self.folder.join(name.as_str());
+        let failed = |source| LedgerError { path: path.clone(), source };
+        let retired = self.work_path(name, "old");
+        let _ = fs::remove_dir_all(&retired);
+        match fs::rename(&path, &retired) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            renamed => renamed.map_err(failed)?,
+        }
+        // Released with the rename; what cannot be deleted now is cleared away at the next start.
+        if fs::remove_dir_all(&retired).is_err() {
+            let _ = fs::remove_file(&retired);
+        }
+        Ok(true)
+    }
+
+    fn work_path(&self, name: &ShareName, kind: &str) -> PathBuf {
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
+        self.folder.join(format!(".{}.{attempt}.{kind}", name.pod_uid()))
+    }
+
+    fn work_folder(&self, name: &ShareName, kind: &str) -> Result<ShareFolder, LedgerError> {
+        let path = self.work_path(name, kind);
+        let _ = fs::remove_dir_all(&path);
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Ok(()) => Ok(ShareFolder::at(path)),
+            Err(source) => Err(LedgerError { path, source }),
+        }
+    }
+
+    fn clear_leftovers(&self) -> io::Result<()> {
+        for entry in fs::read_dir(&self.folder)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let name = name.as_encoded_bytes();
+            if name.starts_with(b".") && (name.ends_with(b".new") || name.ends_with(b".old")) {
+                tracing::info!(path = %entry.path().display(), "clearing away what a killed process left");
+                if fs::remove_dir_all(entry.path()).is_err() {
+                    fs::remove_file(entry.path())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> Result<Locked<'_>, LedgerError> {
+        let thread = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = || match File::open(&self.folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                DirBuilder::new().recursive(true).mode(0o700).create(&self.folder)?;
+                File::open(&self.folder)
+            }
+            opened => opened,
+        };
+        let process = open().map_err(|source| self.error(source))?;
+        rustix::io::retry_on_intr(|| rustix::fs::flock(&process, FlockOperation::LockExclusive))
+            .map_err(|source| self.error(source.into()))?;
+        Ok(Locked { _process: process, _thread: thread })
+    }
+
+    fn error(&self, source: io::Error) -> LedgerError {
+        LedgerError { path: self.folder.clone(), source }
+    }
+}
+
+fn seconds_since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn is_recent(bound_at: u64) -> bool {
+    // A clock that was set back makes a share look younger than it is, which keeps it; that errs on the safe side.
+    seconds_since_1970() < bound_at.saturating_add(LISTING_GRACE.as_secs())
+}

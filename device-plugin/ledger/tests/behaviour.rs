@@ -1,0 +1,217 @@
+//! What the ledger promises to pods, case by case.
+
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
+mod common;
+
+use std::{fs, io, os::unix::fs::PermissionsExt};
+
+use common::{assert_not_overpromised, claim, inventory};
+use ledger::{BindError, Bound, Claim, Inventory, Ledger, Live, PodLife, SandboxEnd, ShareName, ShareState};
+use tempfile::TempDir;
+use vcuda_config::{GpuUuid, Request};
+
+fn share(core: u32, units: u32) -> Request {
+    Request::new(core, units).unwrap()
+}
+
+fn open() -> (TempDir, Ledger) {
+    let folder = tempfile::tempdir().unwrap();
+    let ledger = Ledger::open_in_boot(&folder.path().join("shares"), "boot".into()).unwrap();
+    (folder, ledger)
+}
+
+fn bind(ledger: &Ledger, inventory: &Inventory, claim: &Claim) -> Result<Bound, BindError> {
+    ledger.bind(inventory, claim, &[], |_, _| Ok(()))
+}
+
+fn minor(bound: &Bound) -> u32 {
+    bound.record.gpus[0].minor
+}
+
+#[test]
+fn a_restarted_container_keeps_its_gpu_and_gets_fresh_files() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(3);
+    let on = GpuUuid::from_bytes([2; 16]);
+    let fill = |_: &_, folder: &ledger::ShareFolder| fs::write(folder.usage(), "first");
+    let first = ledger.bind(&inventory, &claim(1, 0, 0, 1, share(20, 4)), &[on], fill).unwrap();
+    assert_eq!(minor(&first), 2);
+    ledger.mark_stopped(&first.record.container.id).unwrap();
+
+    let second = ledger
+        .bind(&inventory, &claim(1, 0, 0, 2, share(20, 4)), &[GpuUuid::from_bytes([0; 16])], |_, _| Ok(()))
+        .unwrap();
+    assert_eq!((minor(&second), second.record.state), (2, ShareState::Running));
+    assert!(!second.folder.usage().exists(), "usage of the earlier container is gone");
+    assert_eq!(ledger.mark_stopped(&first.record.container.id).unwrap(), None, "a late event finds nothing");
+    assert_eq!(ledger.shares().unwrap().records[&second.name].state, ShareState::Running);
+}
+
+#[test]
+fn a_share_outlives_a_reboot_until_its_pod_is_gone() {
+    let (folder, ledger) = open();
+    let inventory = inventory(2);
+    let on = [GpuUuid::from_bytes([1; 16])];
+    let bound = ledger.bind(&inventory, &claim(1, 0, 0, 1, share(60, 4)), &on, |_, _| Ok(())).unwrap();
+    drop(ledger);
+
+    let ledger = Ledger::open_in_boot(&folder.path().join("shares"), "next boot".into()).unwrap();
+    let live = Live { pods: [("pod-1".to_owned(), PodLife::Ended)].into(), ..Live::default() };
+    assert_eq!(ledger.prune(&live).unwrap().stopped, std::slice::from_ref(&bound.name));
+    assert!(ledger.end_sandbox("sandbox-1-0", SandboxEnd::Stopped).unwrap().is_empty());
+    // Another pod comes first and finds the GPU held.
+    assert_eq!(minor(&bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(60, 4))).unwrap()), 0);
+    let again = bind(&ledger, &inventory, &claim(1, 1, 0, 2, share(60, 4))).unwrap();
+    assert_eq!(minor(&again), 1);
+    // The old sandbox is collected late, and takes nothing along.
+    assert!(ledger.end_sandbox("sandbox-1-0", SandboxEnd::Removed).unwrap().is_empty());
+    assert_eq!(ledger.prune(&Live::default()).unwrap().released.len(), 2);
+}
+
+#[test]
+fn an_init_containers_share_gives_way_but_a_restart_takes_nothing() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let init = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(80, 4))).unwrap();
+    let error = bind(&ledger, &inventory, &claim(1, 0, 1, 1, share(80, 4))).unwrap_err();
+    assert!(matches!(error, BindError::NoRoom(_)), "a running one does not give way");
+    ledger.mark_stopped(&init.record.container.id).unwrap();
+    let error = bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(80, 4))).unwrap_err();
+    assert!(matches!(error, BindError::NoRoom(_)), "another pod does not get it");
+    let main = bind(&ledger, &inventory, &claim(1, 0, 1, 1, share(80, 4))).unwrap();
+    assert_eq!(main.gave_way, [init.name]);
+
+    bind(&ledger, &inventory, &claim(1, 0, 2, 1, share(20, 4))).unwrap();
+    ledger.mark_stopped(&main.record.container.id).unwrap();
+    let side = bind(&ledger, &inventory, &claim(1, 0, 2, 2, share(20, 4))).unwrap();
+    assert!(side.gave_way.is_empty(), "a restarting container leaves its stopped neighbour alone");
+}
+
+#[test]
+fn an_ended_sandbox_gives_its_shares_back() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(100, 0))).unwrap();
+    assert_eq!(bound.record.gpus[0].memory_bytes, inventory.gpus[0].usable_bytes());
+    assert!(!bound.record.shim);
+    assert!(bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(1, 1))).is_err());
+    assert_eq!(ledger.end_sandbox("sandbox-1-0", SandboxEnd::Stopped).unwrap(), [bound.name]);
+    assert!(bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(1, 1))).is_ok());
+}
+
+#[test]
+fn what_cannot_be_read_is_named_and_nothing_is_free_beside_it() {
+    let (folder, ledger) = open();
+    let inventory = inventory(2);
+    let shares = folder.path().join("shares");
+    let kept = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    for (name, content) in [
+        ("pod-2_main", "{\"version\":1,\"pod\""),
+        ("pod-3_main", "{\"version\":9}"),
+        ("pod-4_main", ""),
+        ("pod-5_main", "[]"),
+    ] {
+        fs::create_dir(shares.join(name)).unwrap();
+        fs::write(shares.join(name).join("share.json"), content).unwrap();
+    }
+    fs::create_dir(shares.join("pod-6_main")).unwrap();
+    fs::write(shares.join("pod-7_main"), "a file").unwrap();
+    fs::write(shares.join("README"), "foreign").unwrap();
+
+    let now = ledger.shares().unwrap();
+    assert_eq!(now.records.len(), 1);
+    assert_eq!(now.unreadable.len(), 6);
+    assert_eq!(now.foreign, [shares.join("README")]);
+    let said: Vec<_> = now.unreadable.iter().map(ToString::to_string).collect();
+    assert!(said.iter().any(|text| text.contains("pod-3_main") && text.contains("version 9")), "{said:?}");
+    assert!(said.iter().all(|text| text.contains("remove") && text.contains("delete the pod")), "{said:?}");
+    assert!(now.free(&inventory).is_err());
+
+    let error = bind(&ledger, &inventory, &claim(8, 0, 0, 1, share(1, 1))).unwrap_err();
+    assert!(matches!(error, BindError::Unreadable(_)), "{error}");
+
+    // The runtime says which of them are gone; that heals it.
+    let live = Live {
+        pods: [("pod-1".to_owned(), PodLife::Up)].into(),
+        containers: [kept.record.container.id].into(),
+    };
+    assert_eq!(ledger.prune(&live).unwrap().released.len(), 6);
+    assert!(bind(&ledger, &inventory, &claim(8, 0, 0, 1, share(1, 1))).is_ok());
+}
+
+#[test]
+fn a_container_replaces_its_own_unreadable_record() {
+    let (folder, ledger) = open();
+    let inventory = inventory(1);
+    let own = folder.path().join("shares/pod-1_c0");
+    fs::create_dir(&own).unwrap();
+    fs::write(own.join("share.json"), "{").unwrap();
+    bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    assert!(ledger.shares().unwrap().unreadable.is_empty());
+}
+
+#[test]
+fn a_refused_share_leaves_nothing_behind() {
+    let (folder, ledger) = open();
+    let inventory = inventory(1);
+    let error = ledger
+        .bind(&inventory, &claim(1, 0, 0, 1, share(10, 1)), &[], |_, _| Err(io::Error::other("disk full")))
+        .unwrap_err();
+    assert!(error.to_string().contains("disk full"), "{error}");
+    assert!(bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(10, 41))).is_err());
+    assert_eq!(fs::read_dir(folder.path().join("shares")).unwrap().count(), 0);
+}
+
+#[test]
+fn hostile_names_are_refused() {
+    let (_folder, ledger) = open();
+    let mut claim = claim(1, 0, 0, 1, share(10, 1));
+    claim.container.name = "../../etc".into();
+    assert!(matches!(bind(&ledger, &inventory(1), &claim), Err(BindError::Name(_))));
+}
+
+#[test]
+fn only_root_reads_the_ledger() {
+    let (folder, ledger) = open();
+    let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    let mode = |path: &std::path::Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&folder.path().join("shares")), 0o700);
+    assert_eq!(mode(bound.folder.path()), 0o700);
+    assert_eq!(mode(&bound.folder.record()), 0o600);
+    ledger.sync(&bound.name).unwrap();
+    ledger.sync(&ShareName::new("gone", "c").unwrap()).unwrap();
+}
+
+#[test]
+fn a_running_container_without_a_record_is_taken_back_in() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(70, 4))).unwrap();
+    assert!(!ledger.adopt(&bound.record, |_, _| Ok(())).unwrap(), "there is a record");
+    ledger.release(&bound.name).unwrap();
+    assert!(ledger.adopt(&bound.record, |_, _| Ok(())).unwrap());
+    assert!(bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(70, 4))).is_err());
+    assert_not_overpromised(&ledger.shares().unwrap(), &inventory);
+}
+
+#[test]
+fn two_processes_never_promise_the_same_gpu() {
+    let (folder, first) = open();
+    let second = Ledger::open_in_boot(&folder.path().join("shares"), "boot".into()).unwrap();
+    let inventory = inventory(2);
+    std::thread::scope(|scope| {
+        for (at, ledger) in [&first, &second, &first, &second].into_iter().enumerate() {
+            let inventory = &inventory;
+            scope.spawn(move || {
+                for n in 0..20 {
+                    let pod = u32::try_from(at).unwrap() * 100 + n;
+                    let _ = bind(ledger, inventory, &claim(pod, 0, 0, 1, share(15, 5)));
+                }
+            });
+        }
+    });
+    let shares = first.shares().unwrap();
+    assert_not_overpromised(&shares, &inventory);
+    assert_eq!(shares.records.len(), 12, "6 shares of 15 core fit a GPU");
+}
