@@ -1,3 +1,16 @@
-//! In the making.
+//! The harness of the end-to-end tests, the benches and the demo: a whole node in one folder, made of real parts.
+//! containerd, runc and the product's binaries are what runs on a real node; kubelet is played by a stand-in that
+//! speaks the real protocols; the driver is the real one or the simulated one.
 
 #![forbid(unsafe_code)]
+
+pub mod cache;
+pub mod containerd;
+pub mod cri;
+pub mod devices;
+pub mod image;
+pub mod kubelet;
+pub mod node;
+pub mod pod;
+pub mod process;
+pub mod teardown;
