@@ -1,3 +1,7 @@
-//! In the making.
+//! Hooks that run on the host against a container's root, before the container starts, and the compatibility
+//! check that they share with `vcuda-check`. They run as root over files that an image's author chose, so
+//! everything below a container's root goes through [`rootfs`]. Nothing here knows NRI or kubelet.
 
 #![forbid(unsafe_code)]
+
+pub mod rootfs;
