@@ -131,6 +131,7 @@ unpack containerd-1.7 trixie containerd
 unpack runc "$host" runc
 unpack busybox "$host" busybox-static
 unpack etcd trixie etcd-server
+unpack kubectl forky kubectl
 for release in bullseye bookworm trixie; do unpack_root "$release"; done
 
 # --- a linker with a glibc floor, for what runs inside other people's images -------------------------------

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Builds what goes onto a node, and what the tests put beside it, into target/node:
+#
+#   bin/ lib/   installed files: device plugin, NRI plugin, static hook, tools, shim
+#   sim/        the simulated driver
+#   test/       programs for the tests' containers
+#
+# What runs inside other people's images (shim, driver, test programs) is linked for glibc 2.17 or newer, by zig.
+# VCUDA_DIST names another folder than target/node; VCUDA_PROFILE another cargo profile than release.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+target=${CARGO_TARGET_DIR:-$PWD/target}
+out=${VCUDA_DIST:-$PWD/target/node}
+profile=${VCUDA_PROFILE:-release}
+built=$profile
+[ "$profile" = dev ] && built=debug
+cache=$(integration/setup.sh --where)
+export PATH="$PATH:$HOME/.cargo/bin:$cache/venv/bin"
+triple=x86_64-unknown-linux-gnu
+
+say() { printf '\033[2m%s\033[0m\n' "build: $*" >&2; }
+
+say "daemons and tools"
+cargo build -q --profile "$profile" --bins \
+    -p device-plugin -p nri-plugin -p cdi-generator -p oci-hooks -p sim-gpud -p integration
+
+# A hook that is not static would take LD_PRELOAD and the loader's configuration from the image it is run for.
+say "static hook"
+RUSTFLAGS="-C target-feature=+crt-static" cargo build -q --profile "$profile" -p oci-hooks --bin vcuda-hook \
+    --target $triple --target-dir "$target/static"
+
+say "shim, simulated driver, test programs"
+cargo zigbuild -q --profile "$profile" --target $triple.2.17 --target-dir "$target/floor" \
+    -p vcuda-preload -p sim-cuda -p sim-nvml -p cuda-probe
+
+mkdir -p "$out"/{bin,lib,sim,test}
+put() { install -m 0755 -C "$1" "$2"; }
+for program in vcuda-device-plugin vcuda-nri-plugin vcuda-cdi vcuda-check; do
+    put "$target/$built/$program" "$out/bin/$program"
+done
+put "$target/static/$triple/$built/vcuda-hook" "$out/bin/vcuda-hook"
+put "$target/floor/$triple/$built/libvcuda_preload.so" "$out/lib/libvcuda_preload.so"
+put "$target/$built/sim-gpud" "$out/sim/sim-gpud"
+put "$target/floor/$triple/$built/libsim_cuda.so" "$out/sim/libcuda.so"
+put "$target/floor/$triple/$built/libsim_nvml.so" "$out/sim/libnvidia-ml.so"
+put "$target/floor/$triple/$built/cuda-probe" "$out/test/cuda-probe"
+say "all there: $out"
