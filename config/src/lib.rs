@@ -6,11 +6,15 @@
 mod device;
 mod grant;
 mod node_file;
+mod node_gpus;
+mod pod_placement;
 mod request;
 
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use grant::{Grant, GrantError};
 pub use node_file::{GpuPolicy, NodeFile, NodeFileError, NriSettings, Paths, Resources};
+pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
+pub use pod_placement::{PodPlacement, PodPlacementError};
 pub use request::{Request, RequestError};
 
 /// Bytes of device memory that one unit of the memory resource stands for (256 MiB, gpu-manager's unit).
@@ -31,7 +35,7 @@ pub const CDI_DEVICE_WHOLE: &str = "whole";
 /// Version of this build, which also names the folder it is installed in.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// Keys of the annotations that the parts leave for each other on a container.
+/// Keys of the annotations that the parts leave for each other, and that users set, on containers, pods and nodes.
 pub mod annotation {
     /// Set by the device plugin's Allocate: core granted, per GPU, as a [`crate::Grant`].
     pub const CORE_GRANT: &str = "tencent.com/vcuda-core-grant";
@@ -39,4 +43,21 @@ pub mod annotation {
     pub const MEMORY_GRANT: &str = "tencent.com/vcuda-memory-grant";
     /// Set by the NRI plugin when it has bound the share: the name of the share's folder. The guard looks for it.
     pub const SHARE: &str = "tencent.com/vcuda-share";
+    /// Set by the device plugin on its node: the GPUs on offer, as [`crate::NodeGpus`]. The scheduler places by it.
+    pub const NODE_GPUS: &str = "tencent.com/vcuda-gpus";
+    /// Set by an administrator on a node: UUIDs of GPUs that take no new share, separated by commas.
+    pub const CORDON: &str = "tencent.com/vcuda-cordon";
+    /// Set on a pod by whoever picks its GPUs, the scheduler as it binds or else the node: a
+    /// [`crate::PodPlacement`].
+    pub const PLACEMENT: &str = "tencent.com/vcuda-placement";
+    /// Set by a user on a pod: `pack` or `spread`.
+    pub const POLICY: &str = "tencent.com/vcuda-policy";
+    /// Set by a user on a pod: GPU models that will do, separated by commas; each a part of the model's name.
+    pub const USE_MODEL: &str = "tencent.com/vcuda-use-model";
+    /// Set by a user on a pod: GPU models that will not do, as [`USE_MODEL`].
+    pub const AVOID_MODEL: &str = "tencent.com/vcuda-avoid-model";
+    /// Set by a user on a pod: UUIDs of GPUs that will do, separated by commas.
+    pub const USE_GPU: &str = "tencent.com/vcuda-use-gpu";
+    /// Set by a user on a pod: UUIDs of GPUs that will not do, separated by commas.
+    pub const AVOID_GPU: &str = "tencent.com/vcuda-avoid-gpu";
 }
