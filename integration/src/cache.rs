@@ -83,6 +83,11 @@ impl Cache {
         self.0.join("etcd/usr/bin")
     }
 
+    /// kubectl.
+    pub fn kubectl(&self) -> PathBuf {
+        self.0.join("kubectl/usr/bin/kubectl")
+    }
+
     /// Folder for what is made from the rest, such as image layers.
     pub fn made(&self) -> PathBuf {
         self.0.join("made")

@@ -5,9 +5,11 @@
 #![forbid(unsafe_code)]
 
 pub mod cache;
+pub mod cluster;
 pub mod containerd;
 pub mod cri;
 pub mod devices;
+pub mod host;
 pub mod image;
 pub mod kubelet;
 pub mod node;

@@ -1,8 +1,9 @@
 //! The harness against plain containerd: what must work before any GPU comes into it.
 
 use integration::{
+    host::Options,
     image::Image,
-    node::{Node, Options},
+    node::Node,
     pod::{Container, Pod},
 };
 

@@ -1,0 +1,333 @@
+//! A machine with a real kubelet, and a real control plane on its loopback: etcd, kube-apiserver, kube-scheduler.
+//! There is no controller manager: tests create pods themselves, and nothing taints the node.
+
+use std::{
+    fs,
+    io::Write,
+    net::TcpListener,
+    ops::{Deref, DerefMut},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use crate::{
+    containerd::socket,
+    host::{Host, Options},
+    process::{Process, run},
+};
+
+/// kube-apiserver answers after 15 s on two cores, when nothing else runs.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The node's name in the cluster.
+const NODE: &str = "gpu-node";
+
+/// The one token there is: all callers are `system:masters`.
+const TOKEN: &str = "loopback-only";
+
+/// A cluster of one node.
+#[derive(Debug)]
+pub struct Cluster {
+    kubelet: Process,
+    scheduler: Process,
+    api_server: Process,
+    etcd: Process,
+    binaries: PathBuf,
+    host: Host,
+}
+
+impl Cluster {
+    /// Folder with the Kubernetes programs, if `KUBE_BIN_DIR` names one.
+    pub fn binaries() -> Option<PathBuf> {
+        std::env::var_os("KUBE_BIN_DIR").filter(|dir| !dir.is_empty()).map(PathBuf::from)
+    }
+
+    /// Brings up the control plane, and kubelet as its one node.
+    pub async fn start(binaries: &Path, options: &Options) -> Result<Self> {
+        let host = Host::start(options).await?;
+        let folder = host.folder().join("kube");
+        fs::create_dir(&folder)?;
+        let [api_port, etcd_port, etcd_peer_port, kubelet_port] = free_ports()?;
+        let api = format!("https://127.0.0.1:{api_port}");
+        let etcd_url = format!("http://127.0.0.1:{etcd_port}");
+        let etcd_peer = format!("http://127.0.0.1:{etcd_peer_port}");
+        fs::write(folder.join("tokens.csv"), format!("{TOKEN},test,test,system:masters\n"))?;
+        fs::write(folder.join("kubeconfig"), kubeconfig(&api))?;
+        fs::write(folder.join("kubelet.yaml"), kubelet_config(&host, &folder, kubelet_port)?)?;
+        let key = folder.join("service-account.key");
+        let mut openssl = Command::new("openssl");
+        openssl.args(["genrsa", "-out"]).arg(&key).arg("2048");
+        run(openssl)?;
+
+        let mut command = Command::new(host.cache().etcd().join("etcd"));
+        command
+            .arg("--data-dir")
+            .arg(folder.join("etcd"))
+            .args(["--listen-client-urls", &etcd_url, "--advertise-client-urls", &etcd_url])
+            .args(["--listen-peer-urls", &etcd_peer, "--initial-advertise-peer-urls", &etcd_peer])
+            .args(["--initial-cluster", &format!("default={etcd_peer}")])
+            // Nothing here outlives the test.
+            .args(["--unsafe-no-fsync", "--log-level", "warn"]);
+        let etcd = Process::spawn("etcd", command, &folder.join("etcd.log"))?;
+
+        let mut command = Command::new(binaries.join("kube-apiserver"));
+        command
+            .args(["--etcd-servers", &etcd_url, "--bind-address", "127.0.0.1"])
+            .args(["--secure-port", &api_port.to_string(), "--service-cluster-ip-range", "10.0.0.0/24"])
+            .args(["--endpoint-reconciler-type", "none", "--authorization-mode", "RBAC"])
+            .args(["--service-account-issuer", "https://kubernetes.default.svc"])
+            // Service accounts and the taints that follow a node's conditions are a controller manager's work.
+            .args(["--disable-admission-plugins", "ServiceAccount,TaintNodesByCondition"])
+            .arg("--cert-dir")
+            .arg(folder.join("certificates"))
+            .arg("--token-auth-file")
+            .arg(folder.join("tokens.csv"))
+            .arg("--service-account-signing-key-file")
+            .arg(&key)
+            .arg("--service-account-key-file")
+            .arg(&key);
+        let api_server = Process::spawn("kube-apiserver", command, &folder.join("kube-apiserver.log"))?;
+
+        let mut command = Command::new(binaries.join("kube-scheduler"));
+        command
+            .arg("--kubeconfig")
+            .arg(folder.join("kubeconfig"))
+            .args(["--leader-elect=false", "--secure-port=0"]);
+        let scheduler = Process::spawn("kube-scheduler", command, &folder.join("kube-scheduler.log"))?;
+
+        let kubelet = spawn_kubelet(binaries, &host)?;
+        let mut cluster = Self { kubelet, scheduler, api_server, etcd, binaries: binaries.into(), host };
+        cluster.wait_until("the node is registered", START_TIMEOUT, |cluster| cluster.node().is_ok()).await?;
+        Ok(cluster)
+    }
+
+    /// Kills kubelet with SIGKILL and starts it anew; containers run on.
+    pub fn restart_kubelet(&mut self) -> Result<()> {
+        self.kubelet.kill();
+        self.kubelet = spawn_kubelet(&self.binaries, &self.host)?;
+        Ok(())
+    }
+
+    /// kubelet's device plugin folder, as all but kubelet see it.
+    pub fn device_plugins(&self) -> PathBuf {
+        device_plugins(&self.host)
+    }
+
+    /// Runs kubectl.
+    pub fn kubectl(&self, arguments: &[&str], input: Option<&Value>) -> Result<String> {
+        let mut command = Command::new(self.host.cache().kubectl());
+        command.arg("--kubeconfig").arg(self.host.folder().join("kube/kubeconfig")).args(arguments);
+        let Some(input) = input else { return run(command) };
+        let mut child =
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        child.stdin.take().context("kubectl has no stdin")?.write_all(input.to_string().as_bytes())?;
+        let output = child.wait_with_output()?;
+        if !output.status.success() {
+            bail!("kubectl {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Creates a pod of one container that asks for `limits`.
+    pub fn create_pod(&self, name: &str, image: &str, command: &[&str], limits: &Value) -> Result<()> {
+        let pod = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {
+                // No CNI, no controller manager.
+                "hostNetwork": true,
+                "automountServiceAccountToken": false,
+                "terminationGracePeriodSeconds": 1,
+                "restartPolicy": "Always",
+                "containers": [{
+                    "name": "main",
+                    "image": image,
+                    "imagePullPolicy": "Never",
+                    "command": command,
+                    "resources": {"limits": limits},
+                }],
+            },
+        });
+        self.kubectl(&["apply", "-f", "-"], Some(&pod)).map(drop)
+    }
+
+    /// A pod, as the API server has it.
+    pub fn pod(&self, name: &str) -> Result<Value> {
+        Ok(serde_json::from_str(&self.kubectl(&["get", "pod", name, "-o", "json"], None)?)?)
+    }
+
+    /// A pod's phase, and the ID of its container while that runs.
+    pub fn pod_state(&self, name: &str) -> Result<(String, Option<String>)> {
+        let pod = self.pod(name)?;
+        let status = &pod["status"]["containerStatuses"][0];
+        let id = status["containerID"].as_str().and_then(|id| id.strip_prefix("containerd://"));
+        let runs = status["state"]["running"].is_object();
+        let phase = pod["status"]["phase"].as_str().unwrap_or_default().to_owned();
+        Ok((phase, id.filter(|_| runs).map(Into::into)))
+    }
+
+    /// Waits until a pod's container runs; returns the container's ID.
+    pub async fn wait_for_pod(&mut self, name: &str, within: Duration) -> Result<String> {
+        let what = format!("pod {name} runs");
+        let state = |cluster: &Self| cluster.pod_state(name).ok().and_then(|(_, id)| id);
+        self.wait_until(&what, within, |cluster| state(cluster).is_some())
+            .await
+            .with_context(|| format!("pod {name}: {}", self.events(name).unwrap_or_default().join(" | ")))?;
+        state(self).context("the pod runs no longer")
+    }
+
+    /// What the events of a pod say.
+    pub fn events(&self, pod: &str) -> Result<Vec<String>> {
+        let selector = format!("involvedObject.name={pod}");
+        let list = self.kubectl(&["get", "events", "--field-selector", &selector, "-o", "json"], None)?;
+        let list: Value = serde_json::from_str(&list)?;
+        let items = list["items"].as_array().cloned().unwrap_or_default();
+        Ok(items.iter().filter_map(|event| event["message"].as_str()).map(Into::into).collect())
+    }
+
+    /// The node, as the API server has it.
+    pub fn node(&self) -> Result<Value> {
+        Ok(serde_json::from_str(&self.kubectl(&["get", "node", NODE, "-o", "json"], None)?)?)
+    }
+
+    /// How many units of a resource the node offers.
+    pub fn allocatable(&self, resource: &str) -> Result<u64> {
+        let node = self.node()?;
+        let amount = node["status"]["allocatable"][resource].as_str().unwrap_or("0");
+        Ok(amount.parse()?)
+    }
+
+    /// Deletes a pod and waits until it is gone.
+    pub fn delete_pod(&self, name: &str) -> Result<()> {
+        self.kubectl(&["delete", "pod", name, "--wait=true", "--timeout=60s"], None).map(drop)
+    }
+
+    /// Waits until `done`, while every part of the cluster runs.
+    pub async fn wait_until(
+        &mut self,
+        what: &str,
+        within: Duration,
+        done: impl Fn(&Self) -> bool,
+    ) -> Result<()> {
+        let deadline = Instant::now() + within;
+        while !done(self) {
+            for part in [&mut self.etcd, &mut self.api_server, &mut self.scheduler, &mut self.kubelet] {
+                part.check_running()?;
+            }
+            if Instant::now() > deadline {
+                bail!("not within {within:?}: {what}; kubelet's last words:\n{}", self.kubelet.tail());
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+        Ok(())
+    }
+}
+
+impl Deref for Cluster {
+    type Target = Host;
+
+    fn deref(&self) -> &Host {
+        &self.host
+    }
+}
+
+impl DerefMut for Cluster {
+    fn deref_mut(&mut self) -> &mut Host {
+        &mut self.host
+    }
+}
+
+fn device_plugins(host: &Host) -> PathBuf {
+    host.folder().join("kubelet/device-plugins")
+}
+
+/// kubelet's device plugin folder is fixed (`k8s.io/kubelet` `constants.go`), so kubelet gets a mount namespace in
+/// which that path is ours. The machine's own stays as it is.
+fn spawn_kubelet(binaries: &Path, host: &Host) -> Result<Process> {
+    const FIXED: &str = "/var/lib/kubelet/device-plugins";
+    let plugins = device_plugins(host);
+    fs::create_dir_all(&plugins)?;
+    fs::create_dir_all(FIXED)?;
+    let folder = host.folder().join("kube");
+    let mut command = Command::new("unshare");
+    command
+        .args(["--mount", "--propagation", "private", "sh", "-c"])
+        .arg(format!("mount --bind \"$1\" {FIXED} && shift && exec \"$@\""))
+        .arg("kubelet")
+        .arg(plugins)
+        .arg(binaries.join("kubelet"))
+        .arg("--config")
+        .arg(folder.join("kubelet.yaml"))
+        .arg("--kubeconfig")
+        .arg(folder.join("kubeconfig"))
+        .arg("--root-dir")
+        .arg(host.folder().join("kubelet"))
+        .arg("--cert-dir")
+        .arg(folder.join("kubelet-certificates"))
+        .args(["--hostname-override", NODE]);
+    Process::spawn("kubelet", command, &folder.join("kubelet.log"))
+}
+
+fn kubelet_config(host: &Host, folder: &Path, port: u16) -> Result<String> {
+    let cgroup = host.cgroup();
+    for hierarchy in cgroup_hierarchies()? {
+        fs::create_dir_all(hierarchy.join(cgroup.trim_start_matches('/')))?;
+    }
+    Ok(json!({
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": "127.0.0.1",
+        "port": port,
+        "healthzPort": 0,
+        "authentication": {"anonymous": {"enabled": true}, "webhook": {"enabled": false}},
+        "authorization": {"mode": "AlwaysAllow"},
+        "containerRuntimeEndpoint": format!("unix://{}", socket(host.folder()).display()),
+        "podLogsDir": folder.join("pod-logs"),
+        "cgroupDriver": "cgroupfs",
+        "cgroupRoot": cgroup,
+        "enforceNodeAllocatable": [],
+        "failCgroupV1": false,
+        "failSwapOn": false,
+        // A full disk is not what is tested.
+        "evictionHard": {"imagefs.available": "0%", "nodefs.available": "0%"},
+        "imageGCHighThresholdPercent": 100,
+        "nodeStatusUpdateFrequency": "1s",
+        "fileCheckFrequency": "5s",
+    })
+    .to_string())
+}
+
+/// Where cgroups are: the one hierarchy of version 2, or those of version 1.
+fn cgroup_hierarchies() -> Result<Vec<PathBuf>> {
+    let text = fs::read_to_string("/proc/self/mountinfo")?;
+    let is_cgroup = |line: &&str| line.contains(" - cgroup ") || line.contains(" - cgroup2 ");
+    Ok(text.lines().filter(is_cgroup).filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
+}
+
+fn kubeconfig(api: &str) -> String {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        // The certificate is made by the API server at its start; loopback is the whole network.
+        "clusters": [{"name": "test", "cluster": {"server": api, "insecure-skip-tls-verify": true}}],
+        "users": [{"name": "test", "user": {"token": TOKEN}}],
+    })
+    .to_string()
+}
+
+fn free_ports<const N: usize>() -> Result<[u16; N]> {
+    let mut ports = [0; N];
+    // All are held until all are known, so that they differ.
+    let listeners: Vec<_> = (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
+    for (port, listener) in ports.iter_mut().zip(&listeners) {
+        *port = listener.local_addr()?.port();
+    }
+    Ok(ports)
+}
