@@ -192,9 +192,9 @@ impl Account<'_> {
                 return Ok(0);
             }
             let after = total.after(change, slot);
-            fault::point("before the total");
+            fault::point();
             if word.replace(total.pack(), after.pack()) {
-                fault::point("after the total");
+                fault::point();
                 self.settle(after);
                 return Ok(change);
             }
@@ -213,9 +213,9 @@ impl Account<'_> {
             if seen.sequence == total.sequence || self.load().sequence != total.sequence {
                 return;
             }
-            fault::point("before the slot");
+            fault::point();
             if held.replace(seen.pack(), seen.with(total.slot, total).pack()) {
-                fault::point("after the slot");
+                fault::point();
                 return;
             }
         }

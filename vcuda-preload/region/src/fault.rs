@@ -1,8 +1,8 @@
-//! Places at which a test lets a process die. Empty in a shipped build.
+//! Places at which a test lets a process die or stop. Empty in a shipped build.
 
-/// Ends the process by SIGKILL if a test asked for that at this, the n-th, point.
+/// Sends the process the signal that a test asked for, if this is the point it asked for.
 #[inline(always)]
-pub(crate) fn point(_name: &'static str) {
+pub(crate) fn point() {
     #[cfg(feature = "fault-points")]
     armed::point();
 }
@@ -12,19 +12,21 @@ pub use armed::after;
 
 #[cfg(feature = "fault-points")]
 mod armed {
-    use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+    use std::sync::atomic::{AtomicI32, AtomicI64, Ordering::Relaxed};
 
-    static LEFT: AtomicI64 = AtomicI64::new(i64::MAX);
+    static LEFT: AtomicI64 = AtomicI64::new(-1);
+    static SIGNAL: AtomicI32 = AtomicI32::new(0);
 
-    /// Lets this process die at the `points`-th fault point from now on.
-    pub fn after(points: i64) {
+    /// Sends this process `signal` at the point after the next `points` ones, once.
+    pub fn after(points: i64, signal: i32) {
+        SIGNAL.store(signal, Relaxed);
         LEFT.store(points, Relaxed);
     }
 
     pub fn point() {
-        if LEFT.fetch_sub(1, Relaxed) <= 0 {
+        if LEFT.fetch_sub(1, Relaxed) == 0 {
             // SAFETY: no memory is involved.
-            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            unsafe { libc::kill(libc::getpid(), SIGNAL.load(Relaxed)) };
         }
     }
 }

@@ -1,0 +1,330 @@
+//! The accounting among real processes that die, stop, fork and exec at the worst moments. Every worker is this test
+//! binary, started again with a task in its environment.
+
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
+use std::{
+    env,
+    io::{BufRead, BufReader, Write},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+};
+
+use region::{Process, Usage, UsageReader, fault};
+use tempfile::TempDir;
+
+const GPU: usize = 2;
+const CEILING: u64 = 1 << 20;
+const TASK: &str = "REGION_TEST_TASK";
+const FILE: &str = "REGION_TEST_FILE";
+/// No task passes more fault points than this many before it is done.
+const POINTS: i64 = 40;
+
+// ---- workers ------------------------------------------------------------------------------------------------------
+
+/// Not a test by itself: what a worker does, if this process is one.
+#[test]
+fn worker() {
+    let Ok(task) = env::var(TASK) else { return };
+    let usage = Usage::open(Path::new(&env::var(FILE).unwrap())).unwrap();
+    let (name, number) = task.split_once(' ').unwrap();
+    let number: i64 = number.parse().unwrap();
+    match name {
+        "hold" => hold(&usage, u64::try_from(number).unwrap()),
+        "die-at" => churn_until(&usage, number, libc::SIGKILL),
+        "stop-at" => churn_until(&usage, number, libc::SIGSTOP),
+        "churn" => churn_at_random(&usage, u64::try_from(number).unwrap()),
+        "exec" => {
+            hold_first(&usage, u64::try_from(number).unwrap());
+            // The process stays, its memory goes.
+            panic!("{}", Command::new("cat").exec());
+        }
+        "fork" => {
+            let bytes = u64::try_from(number).unwrap();
+            hold_first(&usage, bytes);
+            // SAFETY: the child only makes system calls and touches the mapping.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let me = usage.claim().unwrap();
+                usage.take(me, GPU, bytes / 2, CEILING).unwrap();
+                say("forked");
+                wait_for_end_of_input();
+            }
+            // The parent dies, the child lives on with what is its own.
+            // SAFETY: no memory is involved.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        }
+        _ => panic!("no such task: {name}"),
+    }
+}
+
+fn say(word: &str) {
+    println!("{word}");
+    std::io::stdout().flush().unwrap();
+}
+
+fn wait_for_end_of_input() -> ! {
+    std::io::stdin().lines().for_each(drop);
+    std::process::exit(0)
+}
+
+fn hold_first(usage: &Usage, bytes: u64) -> Process {
+    let me = usage.claim().unwrap();
+    usage.take(me, GPU, bytes, CEILING).unwrap();
+    say("held");
+    me
+}
+
+fn hold(usage: &Usage, bytes: u64) {
+    hold_first(usage, bytes);
+    wait_for_end_of_input();
+}
+
+/// Takes and gives; the signal comes at fault point `point`.
+fn churn_until(usage: &Usage, point: i64, signal: i32) {
+    let me = usage.claim().unwrap();
+    fault::after(point, signal);
+    for round in 1..=POINTS.unsigned_abs() {
+        usage.take(me, GPU, 512 * round, CEILING).unwrap();
+        if round % 3 == 0 {
+            usage.give(me, GPU, 512 * (round - 1));
+        }
+    }
+    say("done");
+    wait_for_end_of_input();
+}
+
+fn churn_at_random(usage: &Usage, seed: u64) {
+    let me = usage.claim().unwrap();
+    let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = move || {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random
+    };
+    fault::after(i64::try_from(next() % 6000).unwrap(), libc::SIGKILL);
+    let mut held = Vec::new();
+    for _ in 0..20_000 {
+        if next() % 2 == 0 || held.is_empty() {
+            let bytes = next() % (CEILING / 8);
+            if usage.take(me, GPU, bytes, CEILING).is_ok() {
+                held.push(bytes);
+            }
+        } else {
+            let at = usize::try_from(next()).unwrap() % held.len();
+            usage.give(me, GPU, held.swap_remove(at));
+        }
+        assert!(usage.used(Some(me), GPU) <= CEILING);
+    }
+}
+
+// ---- the other side -----------------------------------------------------------------------------------------------
+
+struct Share {
+    _folder: TempDir,
+    path: PathBuf,
+    usage: Usage,
+}
+
+struct Worker {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Share {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("usage");
+        Usage::create(&path).unwrap();
+        let usage = Usage::open(&path).unwrap();
+        Self { _folder: folder, path, usage }
+    }
+
+    fn command(&self, task: &str, number: impl std::fmt::Display) -> Command {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command
+            .args(["worker", "--exact", "--nocapture", "--test-threads=1"])
+            .env(TASK, format!("{task} {number}"))
+            .env(FILE, &self.path);
+        command
+    }
+
+    fn start(&self, task: &str, number: impl std::fmt::Display) -> Worker {
+        let mut child = self
+            .command(task, number)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
+        Worker { child, input, output }
+    }
+
+    /// Bytes that the living hold, as the node sees it and as a process of the container does.
+    fn used(&self) -> u64 {
+        let by_node = UsageReader::open(&self.path).unwrap().snapshot().unwrap().gpus[GPU].used_bytes;
+        let by_container = self.usage.used(None, GPU);
+        assert_eq!(by_node, by_container);
+        by_container
+    }
+}
+
+impl Worker {
+    fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn wait_for(&mut self, word: &str) {
+        let said = (&mut self.output).lines().map_while(Result::ok).any(|line| line.ends_with(word));
+        assert!(said, "the worker never said {word}");
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: no memory is involved.
+        unsafe { libc::kill(self.pid().cast_signed(), signal) };
+    }
+
+    fn wait_until_stopped(&self) -> bool {
+        let mut status = 0;
+        // SAFETY: `status` outlives the call.
+        unsafe { libc::waitpid(self.pid().cast_signed(), &raw mut status, libc::WUNTRACED) };
+        libc::WIFSTOPPED(status)
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        drop(self.input.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn memory_of_a_killed_process_comes_back_with_its_death() {
+    let share = Share::new();
+    let mut worker = share.start("hold", 4096);
+    worker.wait_for("held");
+    assert_eq!(share.used(), 4096);
+    let snapshot = UsageReader::open(&share.path).unwrap().snapshot().unwrap();
+    assert_eq!(snapshot.processes.len(), 1);
+    assert_eq!((snapshot.processes[0].pid, snapshot.processes[0].bytes[GPU]), (worker.pid(), 4096));
+    let mut seen = Vec::new();
+    share.usage.for_each_process(None, GPU, |pid, bytes| seen.push((pid, bytes)));
+    assert_eq!(seen, [(worker.pid(), 4096)]);
+
+    worker.child.kill().unwrap();
+    worker.child.wait().unwrap();
+    assert_eq!(UsageReader::open(&share.path).unwrap().snapshot().unwrap().gpus[GPU].used_bytes, 0);
+    assert_eq!(share.used(), 0);
+}
+
+#[test]
+fn a_kill_at_any_step_loses_nothing() {
+    for point in 0..POINTS {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        share.usage.take(me, GPU, 5 * 512, CEILING).unwrap();
+        let mut worker = share.start("die-at", point);
+        worker.child.wait().unwrap();
+        assert_eq!(share.usage.used(Some(me), GPU), 5 * 512, "killed at point {point}");
+        // The whole ceiling is to be had again.
+        share.usage.take(me, GPU, CEILING - 5 * 512, CEILING).unwrap();
+        assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
+    }
+}
+
+#[test]
+fn a_process_stopped_at_any_step_blocks_nobody_and_keeps_its_own() {
+    for point in 0..POINTS {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        let worker = share.start("stop-at", point);
+        assert!(worker.wait_until_stopped(), "point {point} is reached");
+        let its = share.usage.used(Some(me), GPU);
+        for _ in 0..3 {
+            share.usage.take(me, GPU, CEILING - its, CEILING).unwrap();
+            assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
+            assert_eq!(share.usage.used(Some(me), GPU), CEILING);
+            share.usage.give(me, GPU, CEILING - its);
+        }
+        assert_eq!(share.usage.used(Some(me), GPU), its);
+
+        worker.signal(libc::SIGCONT);
+        let mut worker = worker;
+        worker.wait_for("done");
+        let taken: u64 = (1..=POINTS.unsigned_abs()).sum();
+        let given: u64 =
+            (1..=POINTS.unsigned_abs()).filter(|round| round % 3 == 0).map(|round| round - 1).sum();
+        assert_eq!(share.usage.used(Some(me), GPU), 512 * (taken - given), "stopped at point {point}");
+    }
+}
+
+#[test]
+fn many_processes_killed_at_random_never_pass_the_ceiling_and_leave_nothing() {
+    let share = Share::new();
+    let me = share.usage.claim().unwrap();
+    let mut running: Vec<_> = Vec::new();
+    for seed in 1..=60 {
+        running.push(share.start("churn", seed));
+        if running.len() == 12 {
+            let mut ended = running.remove(0);
+            assert!(share.usage.used(Some(me), GPU) <= CEILING);
+            let status = ended.child.wait().unwrap();
+            use std::os::unix::process::ExitStatusExt;
+            assert!(status.success() || status.signal() == Some(libc::SIGKILL), "{status}");
+        }
+    }
+    for worker in &mut running {
+        worker.child.wait().unwrap();
+    }
+    assert_eq!(share.usage.used(Some(me), GPU), 0);
+    share.usage.take(me, GPU, CEILING, CEILING).unwrap();
+}
+
+#[test]
+fn memory_of_a_process_comes_back_when_it_execs() {
+    let share = Share::new();
+    let mut worker = share.start("exec", 8192);
+    worker.wait_for("held");
+    // `cat` holds the pipe open and echoes, so after this line the program has been replaced.
+    worker.input.as_mut().unwrap().write_all(b"replaced\n").unwrap();
+    worker.wait_for("replaced");
+    assert_eq!(share.used(), 0);
+}
+
+#[test]
+fn a_forked_child_owns_nothing_of_its_parent() {
+    let share = Share::new();
+    let mut worker = share.start("fork", 8192);
+    worker.wait_for("forked");
+    worker.child.wait().unwrap();
+    assert_eq!(share.used(), 4096, "the parent's 8192 bytes came back, the child's stay");
+    drop(worker.input.take());
+    // Nobody can wait for a grandchild.
+    while share.used() != 0 {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn every_process_gets_a_slot_of_its_own_until_all_are_taken() {
+    let share = Share::new();
+    let workers: Vec<_> = (0..20)
+        .map(|_| {
+            let mut worker = share.start("hold", 512);
+            worker.wait_for("held");
+            worker
+        })
+        .collect();
+    assert_eq!(share.used(), 20 * 512);
+    let snapshot = UsageReader::open(&share.path).unwrap().snapshot().unwrap();
+    let pids: Vec<_> = snapshot.processes.iter().map(|process| process.pid).collect();
+    assert_eq!(pids, workers.iter().map(Worker::pid).collect::<Vec<_>>());
+    drop(workers);
+    assert_eq!(share.usage.claim().unwrap().slot(), 0, "slots of the dead are used again");
+}
