@@ -306,7 +306,7 @@ fn a_forked_child_owns_nothing_of_its_parent() {
     assert_eq!(share.used(), 4096, "the parent's 8192 bytes came back, the child's stay");
     drop(worker.input.take());
     // Nobody can wait for a grandchild.
-    while share.used() != 0 {
+    while share.usage.used(None, GPU) != 0 {
         std::thread::yield_now();
     }
 }
