@@ -4,16 +4,22 @@
 #![forbid(unsafe_code)]
 
 mod files;
+mod filter;
 mod inventory;
 mod ledger;
 mod place;
+mod rules;
 mod share;
 mod shares;
 
 pub use files::boot_id;
+pub use filter::{GpuFilter, WishError, Wishes};
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
-pub use ledger::{BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd};
-pub use place::{Choice, GpuFree, Lack, NoRoom, Placement, place};
+pub use ledger::{
+    BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, seconds_since_1970,
+};
+pub use place::{Choice, GpuFree, Lack, NoRoom, Placement, place, place_by, takes};
+pub use rules::{Policy, PolicyError, Rules};
 pub use share::{
     ContainerRef, GpuShare, PodRef, RecordError, ShareFolder, ShareKind, ShareName, ShareNameError,
     ShareRecord, ShareState,

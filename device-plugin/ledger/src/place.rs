@@ -4,9 +4,9 @@
 use std::fmt;
 
 use thiserror::Error;
-use vcuda_config::{CORE_PER_GPU, GpuUuid, MEMORY_UNIT_BYTES, Request};
+use vcuda_config::{CORE_PER_GPU, GpuUuid, Link, MEMORY_UNIT_BYTES, Request};
 
-use crate::{Gpu, GpuShare};
+use crate::{Gpu, GpuShare, Policy, Rules};
 
 /// What is left of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,6 +39,10 @@ pub enum Choice {
     Preferred,
     /// The fullest GPUs that still have room, so that whole ones stay free.
     Packed,
+    /// The emptiest GPUs.
+    Spread,
+    /// Whole GPUs of the smallest group that such a link connects and that has enough of them free.
+    Connected(Link),
 }
 
 /// Why one GPU does not do.
@@ -48,6 +52,17 @@ pub enum Lack {
     Absent(GpuUuid),
     /// It is unhealthy.
     Unhealthy(GpuUuid),
+    /// An administrator keeps new shares away.
+    Cordoned(GpuUuid),
+    /// The pod's owner ruled it out.
+    Unwanted {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// Its model.
+        model: String,
+        /// The pod annotation that says so.
+        by: &'static str,
+    },
     /// It has too little left of core, of memory, or of both.
     Room {
         /// The GPU.
@@ -77,10 +92,20 @@ pub struct NoRoom {
     pub lacks: Vec<Lack>,
 }
 
-/// Places `request` on the GPUs of `free`. GPUs in `prefer` come first, in that order, where they can take it;
-/// otherwise the fullest one that can, which keeps whole GPUs free. Unhealthy GPUs take nothing.
+/// Places `request` on the GPUs of `free` by the default rules: see [`place_by`].
 pub fn place(free: &[GpuFree<'_>], request: &Request, prefer: &[GpuUuid]) -> Result<Placement, NoRoom> {
-    let lacks: Vec<Option<Lack>> = free.iter().map(|gpu| gpu.lack(request)).collect();
+    place_by(free, request, prefer, &Rules::default())
+}
+
+/// Places `request` on the GPUs of `free`, which are all GPUs of the node, in its order. GPUs in `prefer` come
+/// first, in that order, where they can take it; otherwise `rules` decide. Unhealthy GPUs take nothing.
+pub fn place_by(
+    free: &[GpuFree<'_>],
+    request: &Request,
+    prefer: &[GpuUuid],
+    rules: &Rules<'_>,
+) -> Result<Placement, NoRoom> {
+    let lacks: Vec<Option<Lack>> = (0..free.len()).map(|at| lack(free, at, request, rules)).collect();
     let preferred: Vec<Option<usize>> =
         prefer.iter().map(|uuid| free.iter().position(|free| free.gpu.uuid == *uuid)).collect();
     let passed_over = || {
@@ -101,52 +126,80 @@ pub fn place(free: &[GpuFree<'_>], request: &Request, prefer: &[GpuUuid]) -> Res
             order.push(*at);
         }
     }
-    let preferred_fit = order.len();
     let mut others: Vec<usize> =
         (0..free.len()).filter(|at| lacks[*at].is_none() && !order.contains(at)).collect();
-    // A stable sort: of equals, the first in the inventory.
-    others.sort_by_key(|at| free[*at].emptiness());
-    order.extend(others);
 
-    if order.len() < wanted {
+    if order.len() + others.len() < wanted {
         let absent = prefer.iter().zip(&preferred).filter(|(_, at)| at.is_none());
         let mut all: Vec<Lack> = absent.map(|(uuid, _)| Lack::Absent(uuid.clone())).collect();
+        let free = order.len() + others.len();
         all.extend(lacks.into_iter().flatten());
-        return Err(NoRoom { request: *request, free: order.len(), lacks: all });
+        return Err(NoRoom { request: *request, free, lacks: all });
     }
-    order.truncate(wanted);
+    let mut choice = match rules.policy {
+        Policy::Pack => Choice::Packed,
+        Policy::Spread => Choice::Spread,
+    };
+    if order.len() >= wanted {
+        choice = Choice::Preferred;
+        order.truncate(wanted);
+    } else if wanted > 1 {
+        let fit: Vec<usize> = order.iter().chain(&others).copied().collect();
+        let (connected, link) = rules.connected(free, &fit, &order, wanted);
+        choice = link.map_or(choice, Choice::Connected);
+        order = connected;
+    } else {
+        rules.order(free, &mut others);
+        order.extend(others.first());
+    }
     let gpus = order.iter().map(|at| free[*at].take(request)).collect();
-    let choice = if preferred_fit >= wanted { Choice::Preferred } else { Choice::Packed };
     Ok(Placement { gpus, choice, passed_over: passed_over() })
 }
 
+/// Whether the GPU at `at` takes `request`, or one GPU of it where it asks for several. Allocates nothing: the
+/// scheduler asks it for every GPU of a cluster.
+pub fn takes(free: &[GpuFree<'_>], at: usize, request: &Request, rules: &Rules<'_>) -> bool {
+    free[at].gpu.healthy
+        && !rules.cordoned.contains(&at)
+        && rules.filter.is_none_or(|filter| filter.rules_out(free[at].gpu).is_none())
+        && free[at].has_room(request)
+}
+
+/// What the GPU at `at` lacks to take (its part of) `request`.
+fn lack(free: &[GpuFree<'_>], at: usize, request: &Request, rules: &Rules<'_>) -> Option<Lack> {
+    if takes(free, at, request, rules) {
+        return None;
+    }
+    let this = &free[at];
+    let gpu = this.gpu.uuid.clone();
+    if !this.gpu.healthy {
+        return Some(Lack::Unhealthy(gpu));
+    }
+    if rules.cordoned.contains(&at) {
+        return Some(Lack::Cordoned(gpu));
+    }
+    if let Some(by) = rules.filter.and_then(|filter| filter.rules_out(this.gpu)) {
+        return Some(Lack::Unwanted { gpu, model: this.gpu.name.clone(), by });
+    }
+    Some(match request {
+        Request::Whole { .. } if this.shares > 0 => Lack::Shared { gpu, shares: this.shares },
+        _ => Lack::Room { gpu, core: this.core, memory_bytes: this.memory_bytes },
+    })
+}
+
 impl GpuFree<'_> {
-    /// What this GPU lacks to take (its part of) `request`.
-    fn lack(&self, request: &Request) -> Option<Lack> {
-        let gpu = || self.gpu.uuid.clone();
-        if !self.gpu.healthy {
-            return Some(Lack::Unhealthy(gpu()));
-        }
+    /// Whether it has room for (its part of) `request`.
+    fn has_room(&self, request: &Request) -> bool {
         match request {
             Request::Share { core, .. } => {
-                let memory = request.memory_bytes().unwrap_or(u64::MAX);
-                (self.core < *core || self.memory_bytes < memory).then(|| Lack::Room {
-                    gpu: gpu(),
-                    core: self.core,
-                    memory_bytes: self.memory_bytes,
-                })
+                self.core >= *core && self.memory_bytes >= request.memory_bytes().unwrap_or(u64::MAX)
             }
-            Request::Whole { .. } if self.shares > 0 => {
-                Some(Lack::Shared { gpu: gpu(), shares: self.shares })
-            }
+            // A GPU without a single unit of memory on offer is no use to anyone.
             Request::Whole { .. } => {
-                let whole = self.core == CORE_PER_GPU && self.memory_bytes == self.gpu.usable_bytes();
-                // A GPU without a single unit of memory on offer is no use to anyone.
-                (!whole || self.memory_bytes == 0).then(|| Lack::Room {
-                    gpu: gpu(),
-                    core: self.core,
-                    memory_bytes: self.memory_bytes,
-                })
+                self.shares == 0
+                    && self.core == CORE_PER_GPU
+                    && self.memory_bytes == self.gpu.usable_bytes()
+                    && self.memory_bytes > 0
             }
         }
     }
@@ -161,7 +214,7 @@ impl GpuFree<'_> {
 
     /// How empty the GPU is: free core and free memory, each in thousandths of the GPU, added up. Both terms are
     /// at most 1000 (memory left never exceeds the usable), so nothing overflows.
-    fn emptiness(&self) -> u64 {
+    pub fn emptiness(&self) -> u64 {
         let usable = self.gpu.usable_bytes().max(1);
         let memory = u128::from(self.memory_bytes) * 1000 / u128::from(usable);
         u64::from(self.core) * 1000 / u64::from(CORE_PER_GPU) + u64::try_from(memory).unwrap_or(1000)
@@ -180,6 +233,8 @@ impl fmt::Display for Lack {
         match self {
             Self::Absent(gpu) => write!(f, "{gpu} is not on offer here"),
             Self::Unhealthy(gpu) => write!(f, "{gpu} is unhealthy"),
+            Self::Cordoned(gpu) => write!(f, "{gpu} is cordoned"),
+            Self::Unwanted { gpu, model, by } => write!(f, "{gpu} ({model}) is ruled out by {by}"),
             Self::Room { gpu, core, memory_bytes } => {
                 write!(f, "{gpu} has {core} core and {} free", Memory(*memory_bytes))
             }
