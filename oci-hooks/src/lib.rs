@@ -4,4 +4,6 @@
 
 #![forbid(unsafe_code)]
 
+pub mod compat;
+pub mod guard;
 pub mod rootfs;

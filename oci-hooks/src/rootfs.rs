@@ -16,6 +16,7 @@ use std::{
 use rustix::{
     fs::{self, AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat},
     io::Errno,
+    mount::{OpenTreeFlags, open_tree},
 };
 use thiserror::Error;
 
@@ -159,6 +160,19 @@ impl Rootfs {
         let flags = OFlags::PATH | OFlags::DIRECTORY;
         let Some(parent) = self.look_up(parent, flags, ResolveFlags::empty())? else { return Ok(None) };
         link_target(&parent, name).map_err(|reason| failed(path, "read the link", reason))
+    }
+
+    /// The folder at `folder` as it is beneath everything that is mounted below it, as a root of its own for
+    /// reading; `None` where there is no such folder. Needs CAP_SYS_ADMIN.
+    pub fn beneath_mounts(&self, folder: &Path) -> Result<Option<Self>, RootfsError> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let Some(fd) = self.look_up(folder, flags, ResolveFlags::empty())? else { return Ok(None) };
+        // Not recursive: the copy of the mount has none of the mounts on it.
+        let flags =
+            OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+        let fd =
+            open_tree(&fd, "", flags).map_err(|reason| failed(folder, "look beneath its mounts", reason))?;
+        Ok(Some(Self { fd, path: folder.into() }))
     }
 
     /// Opens the folder at `path` to change what is in it, and creates it, and the folders above it, where they

@@ -1,0 +1,98 @@
+//! The compatibility check: whether what is in an image can run under the shim, said before it starts. It reads
+//! the files themselves, in a container's root or an archive, and executes nothing. The guard asks it at every
+//! start; `vcuda-check` asks it more, at leisure.
+//!
+//! It must not know about shares, NRI or kubelet: it is told the shim, the driver and what is to be started.
+
+pub mod cache;
+pub mod elf;
+#[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "test files are small")]
+pub(crate) mod elf_maker;
+pub mod files;
+pub mod loader;
+pub mod start;
+pub mod text;
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Good to know.
+    Info,
+    /// May surprise; a share still holds.
+    Warn,
+    /// It would die, or run unenforced.
+    Refuse,
+}
+
+/// Something that the check has to say about an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// Stable name for scripts and dashboards, such as `libc-musl`.
+    pub id: &'static str,
+    /// How bad it is.
+    pub severity: Severity,
+    /// What was found.
+    pub what: String,
+    /// In which file, as the container sees it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
+    /// Why it matters.
+    pub why: &'static str,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+impl Finding {
+    pub(crate) fn new(
+        severity: Severity,
+        id: &'static str,
+        what: impl Into<String>,
+        why: &'static str,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { id, severity, what: what.into(), file: None, why, remedy: remedy.into() }
+    }
+
+    pub(crate) fn refuse(
+        id: &'static str,
+        what: impl Into<String>,
+        why: &'static str,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::new(Severity::Refuse, id, what, why, remedy)
+    }
+
+    pub(crate) fn warn(
+        id: &'static str,
+        what: impl Into<String>,
+        why: &'static str,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::new(Severity::Warn, id, what, why, remedy)
+    }
+
+    pub(crate) fn info(
+        id: &'static str,
+        what: impl Into<String>,
+        why: &'static str,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self::new(Severity::Info, id, what, why, remedy)
+    }
+
+    pub(crate) fn at(mut self, file: &Path) -> Self {
+        self.file = Some(file.to_owned());
+        self
+    }
+
+    /// One sentence: thing, reason, remedy.
+    pub fn sentence(&self) -> String {
+        format!("{}; {} [{}]; {}", self.what, self.why, self.id, self.remedy)
+    }
+}

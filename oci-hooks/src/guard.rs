@@ -1,0 +1,367 @@
+//! The guard: the last look before a container with a share starts. It runs as an OCI `createContainer` hook, in
+//! the container's mount namespace, with all mounts in place and the host's files still in sight. The container
+//! starts only if the share that it claims is bound to it in the ledger, the shim and its files are really mounted
+//! where they work, and the image can run under the shim (design: D2, D5, I2). What the claim says is looked up,
+//! never believed. Then it completes `/etc/ld.so.preload` with what the image had there.
+//!
+//! It says one sentence on refusal: thing, reason, remedy. The runtime carries it into the pod's events. It knows
+//! neither NRI nor kubelet nor how the hook is called.
+
+mod mounts;
+mod preload;
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use ledger::{Inventory, InventoryError, RecordError, ShareFolder, ShareKind, ShareName, ShareRecord};
+use region::Limits;
+use serde::Deserialize;
+use thiserror::Error;
+use vcuda_config::{Paths, annotation};
+
+use crate::{
+    compat::{
+        Finding, Severity,
+        elf::Depth,
+        files::{Trouble, host_file, host_read},
+        start::{self, Command, Shim},
+    },
+    rootfs::Rootfs,
+};
+
+pub use mounts::{Flaw, Mounted};
+pub use preload::PreloadError;
+
+/// A look takes a few milliseconds. Past this something is wrong with the node's disk, and a container that
+/// hangs in creation tells its owner less than one that says so.
+pub const TIME_LIMIT: Duration = Duration::from_secs(5);
+
+/// A bundle's `config.json`; environments are at most some megabytes (`ARG_MAX`).
+const CONFIG_MAX_BYTES: u64 = 16 << 20;
+
+/// What the runtime says about the container that is to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Container {
+    /// ID in the runtime.
+    pub id: String,
+    /// The share that it claims: its annotation [`annotation::SHARE`].
+    pub share: Option<String>,
+    /// Folder with its `config.json`, on the host.
+    pub bundle: PathBuf,
+}
+
+/// Why a container does not start.
+#[derive(Debug, Error)]
+pub enum Refusal {
+    /// It claims no share, so nobody has bound one.
+    #[error(
+        "container {id}: its GPU share was not bound, the annotation {key} is missing; see that vcuda-nri-plugin runs on this node and that NRI is on in containerd's configuration (io.containerd.nri.v1.nri: disable = false), then delete the pod",
+        key = annotation::SHARE
+    )]
+    Unbound {
+        /// The container.
+        id: String,
+    },
+    /// What it claims is no share's name.
+    #[error("container {id}: the annotation {key} must not be set by hand: {reason}; remove it from the pod", key = annotation::SHARE)]
+    BadClaim {
+        /// The container.
+        id: String,
+        /// What is wrong.
+        reason: ledger::ShareNameError,
+    },
+    /// The hook is in a user namespace and cannot see the node's files.
+    #[error(
+        "container {id}: it runs in a user namespace, from which its GPU share cannot be verified; set hostUsers: true in the pod"
+    )]
+    UserNamespace {
+        /// The container.
+        id: String,
+    },
+    /// There is no such record.
+    #[error(
+        "container {id}: there is no record of share {share}; vcuda-nri-plugin writes it, see whether it runs on this node, then delete the pod"
+    )]
+    NoRecord {
+        /// The container.
+        id: String,
+        /// The share that it claims.
+        share: ShareName,
+    },
+    /// The record cannot be used.
+    #[error("container {id}: the record of its share: {reason}; delete the pod, it will be bound anew")]
+    BadRecord {
+        /// The container.
+        id: String,
+        /// Why.
+        reason: RecordError,
+    },
+    /// The record is about another container.
+    #[error(
+        "container {id}: share {share} is bound to container {bound}, not to this one; remove the annotation {key} from the pod if it is set there, else delete the pod",
+        key = annotation::SHARE
+    )]
+    BoundToAnother {
+        /// The container.
+        id: String,
+        /// The share that it claims.
+        share: ShareName,
+        /// Whose it is.
+        bound: String,
+    },
+    /// The record is from before the machine was started.
+    #[error(
+        "container {id}: share {share} was bound before this node's last start; see that vcuda-nri-plugin runs, then delete the pod"
+    )]
+    BoundBeforeBoot {
+        /// The container.
+        id: String,
+        /// The share that it claims.
+        share: ShareName,
+    },
+    /// Something that enforces the share is not where it works.
+    #[error("{who}: {mounted}")]
+    Mount {
+        /// The pod and its container.
+        who: Who,
+        /// What is wrong.
+        mounted: Box<Mounted>,
+    },
+    /// The limits cannot be used.
+    #[error("{who}: {path}: {reason}; delete the pod, its limits will be written anew")]
+    Limits {
+        /// The pod and its container.
+        who: Who,
+        /// The file on the node.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The image cannot run under the shim.
+    #[error("{who}: {}", .finding.sentence())]
+    Unfit {
+        /// The pod and its container.
+        who: Who,
+        /// The worst finding.
+        finding: Box<Finding>,
+    },
+    /// The image's `/etc/ld.so.preload` cannot be kept.
+    #[error("{who}: {reason}")]
+    Preload {
+        /// The pod and its container.
+        who: Who,
+        /// Why.
+        reason: Box<PreloadError>,
+    },
+    /// Something of the node cannot be read.
+    #[error("{who}: {reason}")]
+    Node {
+        /// The pod and its container.
+        who: Who,
+        /// What and why.
+        reason: String,
+    },
+    /// It took too long.
+    #[error(
+        "container {id}: verifying its GPU share took more than {} s; look at the load and the disks of this node, the pod is tried again",
+        TIME_LIMIT.as_secs()
+    )]
+    Timeout {
+        /// The container.
+        id: String,
+    },
+}
+
+/// The pod and its container, for messages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Who {
+    namespace: String,
+    pod: String,
+    container: String,
+}
+
+impl Who {
+    fn of(record: &ShareRecord) -> Self {
+        Self {
+            namespace: record.pod.namespace.clone(),
+            pod: record.pod.name.clone(),
+            container: record.container.name.clone(),
+        }
+    }
+}
+
+impl std::fmt::Display for Who {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "pod {}/{}, container {}", self.namespace, self.pod, self.container)
+    }
+}
+
+/// The part of a bundle's `config.json` that matters here.
+#[derive(Deserialize)]
+struct Config {
+    process: Option<Process>,
+}
+
+#[derive(Deserialize)]
+struct Process {
+    #[serde(default)]
+    args: Vec<String>,
+    #[serde(default)]
+    env: Vec<String>,
+    #[serde(default)]
+    cwd: PathBuf,
+}
+
+/// Decides whether `container`, with its root at `rootfs`, may start, within [`TIME_LIMIT`]. `paths` are the
+/// node's. What it found and let pass is returned.
+///
+/// # Errors
+/// Why it may not start.
+pub fn run(paths: &Paths, container: &Container, rootfs: Rootfs) -> Result<Vec<Finding>, Refusal> {
+    let (paths, owned) = (paths.clone(), container.clone());
+    let (answer, wait) = mpsc::sync_channel(1);
+    // A read can hang in the kernel (a volume whose server is gone). The thread is left behind then; the
+    // process ends right after.
+    let verifier = move || {
+        // Nobody listens any more after the time limit, and then nobody needs the answer.
+        let _ = answer.send(verify(&paths, &owned, &rootfs));
+    };
+    thread::Builder::new().name("guard".into()).spawn(verifier).map_err(|error| Refusal::Node {
+        who: Who { namespace: "?".into(), pod: "?".into(), container: container.id.clone() },
+        reason: format!("no thread can be started: {error}; look at this node's process limits"),
+    })?;
+    wait.recv_timeout(TIME_LIMIT).unwrap_or_else(|_| Err(Refusal::Timeout { id: container.id.clone() }))
+}
+
+fn verify(paths: &Paths, container: &Container, rootfs: &Rootfs) -> Result<Vec<Finding>, Refusal> {
+    let (name, record) = record(paths, container)?;
+    match record.kind {
+        // The driver's own libraries, all of the GPU, no limits: nothing of ours is in the container.
+        ShareKind::Whole => Ok(Vec::new()),
+        ShareKind::Share => {
+            let folder = ShareFolder::new(&paths.shares(), &name);
+            verify_share(paths, container, rootfs, &record, &folder)
+        }
+    }
+}
+
+/// The record of the share that the container claims, if it is this container's.
+fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecord), Refusal> {
+    let id = || container.id.clone();
+    let Some(claim) = &container.share else {
+        return Err(Refusal::Unbound { id: id() });
+    };
+    let name: ShareName = claim.parse().map_err(|reason| Refusal::BadClaim { id: id(), reason })?;
+    let record = ShareRecord::load(&paths.shares(), &name).map_err(|reason| match &reason {
+        RecordError::Read { .. } if in_user_namespace() => Refusal::UserNamespace { id: id() },
+        RecordError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+            Refusal::NoRecord { id: id(), share: name.clone() }
+        }
+        _ => Refusal::BadRecord { id: id(), reason },
+    })?;
+    if record.container.id != container.id {
+        return Err(Refusal::BoundToAnother { id: id(), share: name, bound: record.container.id });
+    }
+    let boot = ledger::boot_id().map_err(|error| Refusal::Node {
+        who: Who::of(&record),
+        reason: format!("the node's boot ID cannot be read: {error}; see that /proc is mounted"),
+    })?;
+    if record.boot_id != boot {
+        return Err(Refusal::BoundBeforeBoot { id: id(), share: name });
+    }
+    Ok((name, record))
+}
+
+fn verify_share(
+    paths: &Paths,
+    container: &Container,
+    rootfs: &Rootfs,
+    record: &ShareRecord,
+    folder: &ShareFolder,
+) -> Result<Vec<Finding>, Refusal> {
+    let who = || Who::of(record);
+    let node = |reason: String| Refusal::Node { who: who(), reason };
+
+    let inventory =
+        Inventory::load(&paths.inventory()).map_err(|error: InventoryError| node(error.to_string()))?;
+    for mount in mounts::expected(paths, &inventory.driver, folder) {
+        mount.verify(rootfs).map_err(|mounted| Refusal::Mount { who: who(), mounted: Box::new(mounted) })?;
+    }
+    verify_limits(record, folder)?;
+
+    let shim = host_file(&paths.shim(), Depth::Linking).map_err(|Trouble(reason)| {
+        node(format!("the shim cannot be read: {reason}; install vcuda on this node again"))
+    })?;
+    let Some(shim) = shim.elf() else {
+        return Err(node(format!(
+            "{} is no library; install vcuda on this node again",
+            paths.shim().display()
+        )));
+    };
+    let command = command(&container.bundle).map_err(node)?;
+    let findings = start::judge(rootfs, &command, Shim::of(shim)).map_err(|Trouble(reason)| {
+        node(format!(
+            "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
+        ))
+    })?;
+    let worst = findings.iter().find(|finding| finding.severity == Severity::Refuse);
+    if let Some(finding) = worst {
+        return Err(Refusal::Unfit { who: who(), finding: Box::new(finding.clone()) });
+    }
+
+    preload::compose(rootfs, folder)
+        .map_err(|reason| Refusal::Preload { who: who(), reason: Box::new(reason) })?;
+    Ok(findings)
+}
+
+/// The limits are those of the record: the shim will enforce them and nothing else.
+fn verify_limits(record: &ShareRecord, folder: &ShareFolder) -> Result<(), Refusal> {
+    let path = folder.limits();
+    let refuse = |reason: String| Refusal::Limits { who: Who::of(record), path: path.clone(), reason };
+    let limits = Limits::open(&path).map_err(|error| refuse(error.to_string()))?;
+    if limits.gpu_count() != record.gpus.len() {
+        return Err(refuse(format!(
+            "it limits {} GPUs, the share has {}",
+            limits.gpu_count(),
+            record.gpus.len()
+        )));
+    }
+    for gpu in &record.gpus {
+        let limit = limits.find(&gpu.uuid.bytes()).and_then(|at| limits.get(at));
+        match limit {
+            None => return Err(refuse(format!("it has no limit for {}", gpu.uuid))),
+            Some(limit) if limit.memory_bytes == 0 || limit.core_percent == 0 => {
+                return Err(refuse(format!("it leaves nothing of {}", gpu.uuid)));
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// What the bundle says is started.
+fn command(bundle: &Path) -> Result<Command, String> {
+    let path = bundle.join("config.json");
+    let remedy = "it is the runtime's own file, look at this node's disk";
+    let bytes =
+        host_read(&path, CONFIG_MAX_BYTES).map_err(|Trouble(reason)| format!("{reason}; {remedy}"))?;
+    let config: Config = serde_json::from_slice(&bytes)
+        .map_err(|error| format!("{}: no OCI configuration: {error}; {remedy}", path.display()))?;
+    let process = config.process.ok_or(format!("{}: it starts nothing; {remedy}", path.display()))?;
+    Ok(Command { args: process.args, env: process.env, cwd: process.cwd })
+}
+
+/// Whether this process's root is another user outside: then the node's root-only files are out of reach.
+fn in_user_namespace() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_ascii_whitespace().collect::<Vec<_>>() != ["0", "0", "4294967295"]
+}
+
+#[cfg(test)]
+#[path = "guard/tests.rs"]
+mod tests;

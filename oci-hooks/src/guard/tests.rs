@@ -1,0 +1,395 @@
+//! The guard on real mounts: each test runs itself again in a mount namespace of its own, where a container's root
+//! is put together as runc does it.
+
+use std::{fs, os::unix::fs::symlink, process::Command as Process};
+
+use ledger::{ContainerRef, DeviceNode, Driver, GpuShare, PodRef, ShareState};
+use region::{GpuLimit, Usage, place};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount_bind, mount_change, mount_remount};
+use tempfile::TempDir;
+use vcuda_config::GpuUuid;
+
+use super::*;
+use crate::compat::elf_maker::Maker;
+
+const ID: &str = "c0ffee";
+const SHARE: &str = "7f3c_main";
+const MARK: &str = "VCUDA_TEST_OWN_MOUNTS";
+const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// Runs `body` in a mount namespace of its own.
+fn with_own_mounts(test: &str, body: impl FnOnce()) {
+    if std::env::var_os(MARK).is_some() {
+        mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
+        return body();
+    }
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("guard::tests::{test}: skipped, mounts need root");
+        return;
+    }
+    let name = format!("guard::tests::{test}");
+    let output = Process::new("unshare")
+        .arg("--mount")
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", &name, "--nocapture"])
+        .env(MARK, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// A node with one share, and a container that is about to start on it.
+struct Rig {
+    folder: TempDir,
+    root: PathBuf,
+    paths: Paths,
+    container: Container,
+    record: ShareRecord,
+}
+
+fn gpu() -> GpuUuid {
+    GpuUuid::from_bytes([7; 16])
+}
+
+impl Rig {
+    /// All is as it should be, except that nothing is mounted yet.
+    fn bare() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let paths = Paths { state: at("state"), install: at("install"), ..Paths::default() };
+        let record = ShareRecord {
+            version: 1,
+            pod: PodRef {
+                uid: "7f3c".into(),
+                namespace: "team".into(),
+                name: "train".into(),
+                sandbox_id: "5a".into(),
+            },
+            container: ContainerRef { name: "main".into(), id: ID.into() },
+            boot_id: ledger::boot_id().unwrap(),
+            kind: ShareKind::Share,
+            gpus: vec![GpuShare { uuid: gpu(), minor: 0, core: 20, memory_bytes: 8 << 30 }],
+            state: ShareState::Running,
+            bound_at: 1,
+            shim: true,
+        };
+        let container = Container { id: ID.into(), share: Some(SHARE.into()), bundle: at("bundle") };
+        let rig = Self { root: at("root"), folder, paths, container, record };
+
+        fs::create_dir_all(rig.share().path()).unwrap();
+        rig.store();
+        rig.limit(gpu(), 8 << 30);
+        Usage::create(&rig.share().usage()).unwrap();
+        fs::write(rig.share().preload(), format!("{}\n", place::SHIM)).unwrap();
+        let driver = Driver { version: "550.1".into(), library_dir: LIBRARIES.into() };
+        let none: Vec<DeviceNode> = Vec::new();
+        Inventory::new(rig.record.boot_id.clone(), driver, none, Vec::new())
+            .store(&rig.paths.inventory())
+            .unwrap();
+        let shim = Maker {
+            soname: Some("libcuda.so.1"),
+            needs: vec![("libc.so.6", vec!["GLIBC_2.2.5", "GLIBC_2.17"])],
+            ..Maker::default()
+        };
+        write(&rig.paths.shim(), &shim.make());
+        write(
+            &rig.container.bundle.join("config.json"),
+            br#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["PATH=/bin"],"cwd":"/"}}"#,
+        );
+        rig.image("bin/app", &Maker::program().make());
+        rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.17", "GLIBC_2.36"]).make());
+        rig
+    }
+
+    /// All is as it should be.
+    fn mounted() -> Self {
+        let rig = Self::bare();
+        rig.mount_all(None);
+        rig
+    }
+
+    fn share(&self) -> ShareFolder {
+        ShareFolder::new(&self.paths.shares(), &SHARE.parse().unwrap())
+    }
+
+    fn store(&self) {
+        fs::write(self.share().record(), serde_json::to_vec(&self.record).unwrap()).unwrap();
+    }
+
+    fn limit(&self, gpu: GpuUuid, memory_bytes: u64) {
+        let limit = GpuLimit { uuid: gpu.bytes(), memory_bytes, core_percent: 20, core_limit_percent: 100 };
+        Limits::create(&self.share().limits(), &[limit]).unwrap();
+    }
+
+    fn image(&self, path: &str, bytes: &[u8]) {
+        use std::os::unix::fs::PermissionsExt;
+        let path = self.root.join(path);
+        write(&path, bytes);
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    fn places(&self) -> Vec<(PathBuf, String, bool)> {
+        let library = |name: &str| format!("{LIBRARIES}/{name}.so.550.1");
+        vec![
+            (self.paths.shim(), place::SHIM.into(), true),
+            (self.paths.shim(), library("libcuda"), true),
+            (self.paths.shim(), library("libnvidia-ml"), true),
+            (self.share().limits(), place::LIMITS.into(), true),
+            (self.share().preload(), place::LD_SO_PRELOAD.into(), true),
+            (self.share().usage(), place::USAGE.into(), false),
+        ]
+    }
+
+    /// The root on itself, as runc does it, and on it all places but `left_out`.
+    fn mount_all(&self, left_out: Option<usize>) {
+        mount_bind(&self.root, &self.root).unwrap();
+        for (at, (host, place, read_only)) in self.places().into_iter().enumerate() {
+            if Some(at) != left_out {
+                self.mount(&host, &place, read_only);
+            }
+        }
+    }
+
+    fn mount(&self, host: &Path, place: &str, read_only: bool) {
+        let target = self.in_root(place);
+        if host.is_dir() {
+            fs::create_dir_all(&target).unwrap();
+        } else if !target.exists() {
+            write(&target, b"");
+        }
+        mount_bind(host, &target).unwrap();
+        if read_only {
+            mount_remount(&target, MountFlags::BIND | MountFlags::RDONLY, "").unwrap();
+        }
+    }
+
+    fn in_root(&self, place: &str) -> PathBuf {
+        self.root.join(place.trim_start_matches('/'))
+    }
+
+    fn guard(&self) -> Result<Vec<Finding>, Refusal> {
+        run(&self.paths, &self.container, Rootfs::open(&self.root).unwrap())
+    }
+
+    fn refusal(&self) -> String {
+        self.guard().unwrap_err().to_string()
+    }
+
+    fn preload(&self) -> String {
+        fs::read_to_string(self.in_root(place::LD_SO_PRELOAD)).unwrap()
+    }
+}
+
+fn write(path: &Path, bytes: &[u8]) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_share_with_all_in_place_starts() {
+    with_own_mounts("a_share_with_all_in_place_starts", || {
+        let rig = Rig::mounted();
+        assert!(rig.guard().unwrap().is_empty());
+        assert_eq!(rig.preload(), format!("{}\n", place::SHIM));
+        // A second hook run, as after a restart, finds and leaves all the same.
+        assert!(rig.guard().unwrap().is_empty());
+        assert_eq!(rig.preload(), format!("{}\n", place::SHIM));
+    });
+}
+
+#[test]
+fn a_container_without_a_claim_says_that_nri_did_not_see_it() {
+    let mut rig = Rig::bare();
+    rig.container.share = None;
+    let refusal = rig.refusal();
+    assert!(refusal.contains("vcuda-nri-plugin runs") && refusal.contains("NRI is on"), "{refusal}");
+}
+
+#[test]
+fn a_claim_is_looked_up_and_never_believed() {
+    let mut rig = Rig::bare();
+    rig.container.id = "another".into();
+    assert!(matches!(rig.guard(), Err(Refusal::BoundToAnother { bound, .. }) if bound == ID));
+    for claim in ["../../etc_x", "7f3c", "", "7f3c_main/../x", "\n"] {
+        rig.container.share = Some(claim.into());
+        assert!(matches!(rig.guard(), Err(Refusal::BadClaim { .. })), "{claim:?}");
+    }
+    rig.container.share = Some("7f3c_other".into());
+    assert!(matches!(rig.guard(), Err(Refusal::NoRecord { .. })));
+}
+
+#[test]
+fn a_record_that_is_old_or_broken_binds_nothing() {
+    let mut rig = Rig::bare();
+    rig.record.boot_id = "an earlier one".into();
+    rig.store();
+    assert!(matches!(rig.guard(), Err(Refusal::BoundBeforeBoot { .. })));
+    fs::write(rig.share().record(), b"{}").unwrap();
+    assert!(matches!(rig.guard(), Err(Refusal::BadRecord { .. })));
+}
+
+#[test]
+fn whole_gpus_need_their_record_and_nothing_else() {
+    let mut rig = Rig::bare();
+    rig.record.kind = ShareKind::Whole;
+    rig.store();
+    rig.image("bin/app", b"whatever it is");
+    assert!(rig.guard().unwrap().is_empty());
+    rig.container.id = "another".into();
+    assert!(matches!(rig.guard(), Err(Refusal::BoundToAnother { .. })));
+}
+
+#[test]
+fn whatever_is_not_mounted_is_named() {
+    with_own_mounts("whatever_is_not_mounted_is_named", || {
+        for left_out in 0..6 {
+            let rig = Rig::bare();
+            rig.mount_all(Some(left_out));
+            let (_, place, _) = &rig.places()[left_out];
+            let refusal = rig.refusal();
+            assert!(
+                refusal.contains(place.as_str()) && refusal.contains("pod team/train, container main"),
+                "{refusal}"
+            );
+        }
+    });
+}
+
+#[test]
+fn a_copy_in_the_place_of_the_file_is_refused() {
+    with_own_mounts("a_copy_in_the_place_of_the_file_is_refused", || {
+        for at in 0..6 {
+            let rig = Rig::mounted();
+            let (host, place, read_only) = rig.places().swap_remove(at);
+            let copy = rig.folder.path().join("copy");
+            fs::copy(&host, &copy).unwrap();
+            rig.mount(&copy, &place, read_only);
+            let refusal = rig.refusal();
+            assert!(refusal.contains(&place) && refusal.contains("remove volumes"), "{refusal}");
+        }
+    });
+}
+
+#[test]
+fn what_the_container_could_change_is_refused() {
+    with_own_mounts("what_the_container_could_change_is_refused", || {
+        for left_out in 0..6 {
+            let rig = Rig::bare();
+            rig.mount_all(Some(left_out));
+            let (host, place, read_only) = rig.places().swap_remove(left_out);
+            rig.mount(&host, &place, !read_only);
+            let refusal = rig.refusal();
+            let expected = if read_only { "is not read-only" } else { "is read-only" };
+            assert!(refusal.contains(&place) && refusal.contains(expected), "{refusal}");
+        }
+    });
+}
+
+#[test]
+fn a_fifo_in_the_place_of_the_shim_is_refused_at_once() {
+    with_own_mounts("a_fifo_in_the_place_of_the_shim_is_refused_at_once", || {
+        let rig = Rig::bare();
+        rig.mount_all(Some(0));
+        let at = rig.in_root(place::SHIM);
+        fs::create_dir_all(at.parent().unwrap()).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, &at, rustix::fs::FileType::Fifo, 0o666.into(), 0).unwrap();
+        assert!(rig.refusal().contains("no regular file"), "{}", rig.refusal());
+    });
+}
+
+#[test]
+fn limits_that_are_not_those_of_the_share_are_refused() {
+    with_own_mounts("limits_that_are_not_those_of_the_share_are_refused", || {
+        let rig = Rig::bare();
+        rig.limit(GpuUuid::from_bytes([8; 16]), 1 << 30);
+        rig.mount_all(None);
+        assert!(matches!(rig.guard(), Err(Refusal::Limits { .. })), "{}", rig.refusal());
+
+        let rig = Rig::bare();
+        fs::write(rig.share().limits(), b"nothing of the kind").unwrap();
+        rig.mount_all(None);
+        assert!(matches!(rig.guard(), Err(Refusal::Limits { .. })), "{}", rig.refusal());
+
+        let rig = Rig::bare();
+        rig.limit(gpu(), 0);
+        rig.mount_all(None);
+        assert!(rig.refusal().contains("leaves nothing"), "{}", rig.refusal());
+    });
+}
+
+#[test]
+fn an_image_that_the_shim_does_not_fit_is_refused() {
+    with_own_mounts("an_image_that_the_shim_does_not_fit_is_refused", || {
+        let rig = Rig::mounted();
+        rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
+        let refusal = rig.refusal();
+        assert!(refusal.contains("libc-too-old") && refusal.contains("pod team/train"), "{refusal}");
+        fs::remove_file(rig.in_root("/lib/x86_64-linux-gnu/libc.so.6")).unwrap();
+        assert!(rig.refusal().contains("libc-none"));
+    });
+}
+
+#[test]
+fn the_images_own_preloads_are_kept_behind_the_shim() {
+    with_own_mounts("the_images_own_preloads_are_kept_behind_the_shim", || {
+        let expected = format!("{}\n/opt/jemalloc.so\nlibfoo.so\n", place::SHIM);
+        let list = b"/opt/jemalloc.so libfoo.so\n";
+
+        let rig = Rig::bare();
+        rig.image("etc/ld.so.preload", list);
+        rig.mount_all(None);
+        rig.guard().unwrap();
+        assert_eq!(rig.preload(), expected);
+
+        // The list is a link inside the image, absolute as images have them.
+        let rig = Rig::bare();
+        rig.image("opt/list", list);
+        fs::create_dir_all(rig.in_root("/etc")).unwrap();
+        symlink("/opt/list", rig.in_root("/etc/ld.so.preload")).unwrap();
+        mount_bind(&rig.root, &rig.root).unwrap();
+        for (host, place, read_only) in rig.places() {
+            let place = if place == place::LD_SO_PRELOAD { "/opt/list" } else { &place };
+            rig.mount(&host, place, read_only);
+        }
+        rig.guard().unwrap();
+        assert_eq!(fs::read_to_string(rig.share().preload()).unwrap(), expected);
+
+        // All of /etc is a volume.
+        let rig = Rig::bare();
+        let volume = rig.folder.path().join("volume");
+        write(&volume.join("ld.so.preload"), list);
+        mount_bind(&rig.root, &rig.root).unwrap();
+        rig.mount(&volume, "/etc", false);
+        for (host, place, read_only) in rig.places() {
+            rig.mount(&host, &place, read_only);
+        }
+        rig.guard().unwrap();
+        assert_eq!(rig.preload(), expected);
+        assert_eq!(fs::read(volume.join("ld.so.preload")).unwrap(), list, "the volume keeps its own");
+    });
+}
+
+#[test]
+fn a_preload_list_that_cannot_be_kept_is_refused() {
+    with_own_mounts("a_preload_list_that_cannot_be_kept_is_refused", || {
+        for bad in [&b"/a\x07.so"[..], &[b'x'; 100_000]] {
+            let rig = Rig::bare();
+            rig.image("etc/ld.so.preload", bad);
+            rig.mount_all(None);
+            assert!(rig.refusal().contains("/etc/ld.so.preload"), "{}", rig.refusal());
+        }
+    });
+}
+
+#[test]
+fn a_node_without_its_own_files_is_named_as_the_cause() {
+    with_own_mounts("a_node_without_its_own_files_is_named_as_the_cause", || {
+        let rig = Rig::mounted();
+        fs::remove_file(rig.paths.inventory()).unwrap();
+        assert!(rig.refusal().contains("vcuda-device-plugin"), "{}", rig.refusal());
+        let rig = Rig::mounted();
+        fs::remove_file(rig.container.bundle.join("config.json")).unwrap();
+        assert!(rig.refusal().contains("config.json"), "{}", rig.refusal());
+    });
+}
