@@ -6,4 +6,7 @@
 
 pub mod compat;
 pub mod guard;
+pub mod ldcache;
+pub mod links;
 pub mod rootfs;
+pub mod state;

@@ -1,3 +1,149 @@
-//! In the making.
+//! `vcuda-hook`: the OCI hooks of a container with a GPU share. A runtime starts it as root of the host, for a
+//! container whose image and annotations anyone may have written; so before all else it lets go of what it has
+//! inherited. It prints nothing but one sentence on standard error, and that only when the container must not
+//! start: the runtime carries it into the pod's events.
 
-fn main() {}
+#![deny(unsafe_code)]
+
+use std::{
+    ffi::OsString,
+    io::{self, Write},
+    os::unix::ffi::OsStrExt,
+    path::PathBuf,
+    process::ExitCode,
+    thread,
+    time::Duration,
+};
+
+use clap::{Parser, Subcommand};
+use oci_hooks::{guard, ldcache, links, state::Container};
+use rustix::fs::Mode;
+use vcuda_config::{Paths, annotation};
+
+/// A hook takes milliseconds. One that hangs, on a volume whose server is gone, would keep the container in
+/// creation without a word to anyone.
+const TIME_LIMIT: Duration = Duration::from_secs(30);
+
+/// The container must not start.
+const REFUSED: u8 = 1;
+/// The arguments make no sense.
+const USAGE: u8 = 2;
+
+/// Prepares and guards a container with a GPU share. Started by an OCI runtime as a createContainer hook, as the
+/// CDI specification of tencent.com/vcuda says; the container's state (OCI runtime spec) is on standard input.
+///
+/// Exit codes: 0 the container may go on; 1 it must not start, and the one line on standard error says why and
+/// what to do; 2 the arguments make no sense.
+#[derive(Parser)]
+#[command(name = "vcuda-hook", version, verbatim_doc_comment)]
+struct Cli {
+    #[command(subcommand)]
+    hook: Hook,
+}
+
+#[derive(Subcommand)]
+enum Hook {
+    /// Create the symlinks under which programs look for the driver's libraries.
+    Links(links::Args),
+    /// Make the container's loader find the driver's libraries.
+    Ldcache(ldcache::Args),
+    /// Refuse to start a container whose GPU share is not bound or would not be enforced.
+    Guard(GuardArgs),
+}
+
+#[derive(clap::Args)]
+struct GuardArgs {
+    /// Folder with the inventory and the records of shares, on the host.
+    #[arg(long, value_name = "FOLDER")]
+    state: PathBuf,
+    /// Folder of the installed version, on the host; the shim is in it.
+    #[arg(long, value_name = "FOLDER")]
+    install: PathBuf,
+}
+
+fn main() -> ExitCode {
+    if let Err(error) = leave_inheritance() {
+        return refuse(&format!("vcuda-hook cannot change to /: {error}"));
+    }
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) if !error.use_stderr() => {
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            // The first paragraph is the sentence; usage and hints follow.
+            let text = error.to_string();
+            say(text.lines().next().unwrap_or("the arguments make no sense"));
+            return ExitCode::from(USAGE);
+        }
+    };
+    limit_time();
+    match run(cli.hook) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => refuse(&error.to_string()),
+    }
+}
+
+fn run(hook: Hook) -> anyhow::Result<()> {
+    let container = Container::read(io::stdin().lock())?;
+    let rootfs = container.rootfs()?;
+    match hook {
+        Hook::Links(args) => links::run(&args, &rootfs)?,
+        Hook::Ldcache(args) => ldcache::run(&args, &rootfs)?,
+        Hook::Guard(args) => {
+            let paths = Paths { state: args.state, install: args.install, ..Paths::default() };
+            let container = guard::Container {
+                share: container.annotations.get(annotation::SHARE).cloned(),
+                id: container.id,
+                bundle: container.bundle,
+            };
+            guard::run(&paths, &container, rootfs)?;
+        }
+    }
+    Ok(())
+}
+
+/// Leaves the working directory, which is the container's root (runc, rootfs_linux.go: prepareRootfs), the
+/// environment, which may be the image's (CVE-2025-23266), and the runtime's umask. Open files that were
+/// inherited need no closing: nothing is executed that they could be passed on to.
+fn leave_inheritance() -> io::Result<()> {
+    std::env::set_current_dir("/")?;
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    // A name with '=' in it cannot be removed, nor would any code here ask for it.
+    let removable = |name: &OsString| !name.as_bytes().contains(&b'=');
+    let names: Vec<_> = std::env::vars_os().map(|(name, _)| name).filter(removable).collect();
+    for name in names {
+        #[expect(unsafe_code, reason = "the only way to change the environment")]
+        // SAFETY: first thing in main; no other thread exists that could read the environment.
+        unsafe {
+            std::env::remove_var(name);
+        }
+    }
+    Ok(())
+}
+
+/// Ends this process when a hook takes too long, from a thread that nothing can keep.
+fn limit_time() {
+    let watch = || {
+        thread::sleep(TIME_LIMIT);
+        say(&format!(
+            "preparing the container took more than {} s; look at the load, the disks and the volumes of this node, the pod is tried again",
+            TIME_LIMIT.as_secs()
+        ));
+        std::process::exit(i32::from(REFUSED));
+    };
+    // Where no thread can be had, the hook runs without a limit: the runtime and kubelet have their own.
+    let _ = thread::Builder::new().name("time limit".into()).spawn(watch);
+}
+
+fn refuse(sentence: &str) -> ExitCode {
+    say(sentence);
+    ExitCode::from(REFUSED)
+}
+
+/// One line on standard error, whatever is in it. A closed one is no reason to panic.
+fn say(sentence: &str) {
+    let line: String = sentence.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let _ = writeln!(io::stderr(), "{line}");
+}

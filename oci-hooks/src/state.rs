@@ -1,0 +1,181 @@
+//! Which container a hook runs for: the OCI state on standard input and the root's place in the bundle. Bounded,
+//! for annotations come from pods. It says what the runtime said; what of it may be believed is the caller's
+//! question.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use oci_spec::runtime::State;
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::rootfs::{Rootfs, RootfsError};
+
+/// The most that is read of the OCI state, in bytes. Most of a state is annotations, of which Kubernetes allows a
+/// pod 256 KiB.
+const STATE_MAX_BYTES: u64 = 1 << 20;
+
+/// The most that is read of the bundle's `config.json`, in bytes.
+const CONFIG_MAX_BYTES: u64 = 16 << 20;
+
+/// The container that a hook was started for.
+#[derive(Clone, Debug)]
+pub struct Container {
+    /// The runtime's ID of it.
+    pub id: String,
+    /// Its annotations. Pods write some of them: they prove nothing.
+    pub annotations: HashMap<String, String>,
+    /// Its bundle folder, on the host.
+    pub bundle: PathBuf,
+    /// Its root folder, on the host.
+    pub root: PathBuf,
+}
+
+/// Why a hook does not know its container.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// Standard input is not what a runtime writes.
+    #[error(
+        "standard input holds no OCI container state: {reason}; an OCI runtime starts this hook, not a person"
+    )]
+    State {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The bundle is not what a runtime makes.
+    #[error("{path}: {reason}; this hook needs the bundle of an OCI runtime")]
+    Bundle {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// What a hook needs of `config.json`. All else is left alone: the file may be newer than any type for it.
+#[derive(Deserialize)]
+struct Config {
+    root: ConfigRoot,
+}
+
+#[derive(Deserialize)]
+struct ConfigRoot {
+    path: PathBuf,
+}
+
+impl Container {
+    /// Reads the OCI state from `input` and the bundle that it names.
+    pub fn read(input: impl Read) -> Result<Self, StateError> {
+        let invalid = |reason: String| StateError::State { reason };
+        let text = read_bounded(input, STATE_MAX_BYTES).map_err(invalid)?;
+        let state: State = serde_json::from_slice(&text).map_err(|error| invalid(error.to_string()))?;
+        if state.id().is_empty() {
+            return Err(invalid("it has no container ID".into()));
+        }
+        if !state.bundle().is_absolute() {
+            return Err(invalid(format!("bundle {:?} is no absolute path", state.bundle())));
+        }
+        Ok(Self {
+            id: state.id().clone(),
+            annotations: state.annotations().clone().unwrap_or_default(),
+            bundle: state.bundle().clone(),
+            root: root_of(state.bundle())?,
+        })
+    }
+
+    /// Opens the container's root.
+    pub fn rootfs(&self) -> Result<Rootfs, RootfsError> {
+        Rootfs::open(&self.root)
+    }
+}
+
+/// Where the root of the bundle is. A relative one is relative to the bundle (OCI runtime spec, config.md).
+fn root_of(bundle: &Path) -> Result<PathBuf, StateError> {
+    let path = bundle.join("config.json");
+    let text = File::open(&path)
+        .map_err(|error| error.to_string())
+        .and_then(|file| read_bounded(file, CONFIG_MAX_BYTES));
+    let config =
+        text.and_then(|text| serde_json::from_slice::<Config>(&text).map_err(|error| error.to_string()));
+    match config {
+        Ok(config) => Ok(bundle.join(config.root.path)),
+        Err(reason) => Err(StateError::Bundle { path, reason }),
+    }
+}
+
+fn read_bounded(input: impl Read, limit: u64) -> Result<Vec<u8>, String> {
+    let mut text = Vec::new();
+    input
+        .take(limit + 1)
+        .read_to_end(&mut text)
+        .map_err(|error: io::Error| format!("it cannot be read: {error}"))?;
+    if text.len() as u64 > limit {
+        return Err(format!("it is larger than {limit} bytes"));
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What runc 1.1 writes to a createContainer hook, with its bundle at `bundle`.
+    fn state(bundle: &Path) -> String {
+        format!(
+            r#"{{"ociVersion":"1.0.2-dev","id":"c1","status":"creating","pid":1,"bundle":{bundle:?},
+                "annotations":{{"tencent.com/vcuda-share":"a_b"}}}}"#
+        )
+    }
+
+    fn bundle(config: &str) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), config).unwrap();
+        folder
+    }
+
+    #[test]
+    fn a_relative_root_lies_in_the_bundle_and_unknown_keys_are_no_matter() {
+        let folder = bundle(r#"{"ociVersion":"9.9","root":{"path":"rootfs","new":[]},"linux":{"new":1}}"#);
+        let container = Container::read(state(folder.path()).as_bytes()).unwrap();
+        assert_eq!(container.root, folder.path().join("rootfs"));
+        assert_eq!(container.bundle, folder.path());
+        assert_eq!(container.id, "c1");
+        assert_eq!(container.annotations["tencent.com/vcuda-share"], "a_b");
+    }
+
+    #[test]
+    fn an_absolute_root_is_taken_as_it_is() {
+        let folder = bundle(r#"{"root":{"path":"/somewhere/else"}}"#);
+        let container = Container::read(state(folder.path()).as_bytes()).unwrap();
+        assert_eq!(container.root, Path::new("/somewhere/else"));
+    }
+
+    #[test]
+    fn what_is_no_state_is_refused_with_its_reason() {
+        let endless = format!("{{\"id\":\"{}\"}}", "x".repeat(1 << 20));
+        for (text, reason) in [
+            ("", "EOF"),
+            ("{}", "container ID"),
+            ("[]", "container ID"),
+            ("1", "invalid type"),
+            (r#"{"id":"c1","bundle":"relative"}"#, "absolute"),
+            (&endless, "larger than"),
+        ] {
+            let error = Container::read(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_bundle_without_a_root_is_named() {
+        let folder = bundle(r#"{"ociVersion":"1.0.2"}"#);
+        let error = Container::read(state(folder.path()).as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("config.json") && error.contains("root"), "{error}");
+        let error = Container::read(state(Path::new("/nowhere")).as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("/nowhere/config.json"), "{error}");
+    }
+}
