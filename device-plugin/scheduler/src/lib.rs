@@ -1,0 +1,3 @@
+//! In the making.
+
+#![forbid(unsafe_code)]
