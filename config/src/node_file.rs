@@ -138,6 +138,11 @@ impl NodeFile {
         }
     }
 
+    /// Checks the node file `text`; errors name `origin` as the place it came from.
+    pub fn from_text(text: &str, origin: &Path) -> Result<Self, NodeFileError> {
+        Self::parse(text).map_err(|reason| NodeFileError::Invalid { path: origin.into(), reason })
+    }
+
     fn parse(text: &str) -> Result<Self, String> {
         let file: Self = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
         file.check()?;

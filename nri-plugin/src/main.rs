@@ -1,3 +1,133 @@
-//! In the making.
+//! `vcuda-nri-plugin`: gives containers their GPU shares when containerd creates them.
 
-fn main() {}
+#![forbid(unsafe_code)]
+
+use std::{path::PathBuf, process::ExitCode};
+
+use anyhow::Context;
+use clap::Parser;
+use nri_plugin::{
+    connect::{Launched, Way},
+    log,
+    node::{self, Node, NodeError},
+    session::SessionError,
+};
+use tokio::signal::unix::{SignalKind, signal};
+use vcuda_config::{NodeFile, NodeFileError};
+
+/// Exit codes, as `--help` lists them. 2 is clap's.
+const FAILED: u8 = 1;
+const ALREADY_RUNNING: u8 = 3;
+const BAD_CONFIG: u8 = 4;
+const NOT_READY: u8 = 5;
+
+const HELP: &str = "\
+When kubelet has granted a container a GPU share, containerd asks this plugin what to add before it creates the
+container: the share's device nodes, the library that holds it to its limits, and the limits themselves. Containers
+without a share are answered at once and left as they are.
+
+It runs in one of two ways:
+  by itself     (a systemd unit or a DaemonSet): it connects to containerd's NRI socket, and again whenever
+                containerd was restarted. This is the usual way.
+  by containerd: linked as /opt/nri/plugins/90-vcuda. containerd passes it the content of
+                /etc/nri/conf.d/vcuda.conf, which may be a node file or the path of one. It logs to
+                /run/vcuda/nri-plugin.log.
+
+While it is in service, /run/vcuda/nri-plugin.ready exists. `vcuda-nri-plugin --ready` asks for that, as a probe.
+
+While it is stopped, containers with a share are refused by the guard; running ones never notice.
+
+Exit codes:
+  0  stopped by SIGTERM or SIGINT, or containerd, which had started it, is gone; with --ready: it is in service
+  1  something failed that a restart may heal
+  2  wrong arguments
+  3  another vcuda-nri-plugin runs on this node
+  4  the node file cannot be used
+  5  with --ready: it is not in service";
+
+/// Gives containers their GPU shares when containerd creates them (NRI plugin).
+#[derive(Debug, Parser)]
+#[command(version, after_help = HELP)]
+struct Arguments {
+    /// The node file.
+    #[arg(long, value_name = "FILE", env = "VCUDA_CONFIG", default_value = NodeFile::DEFAULT_PATH)]
+    config: PathBuf,
+
+    /// What to log: error, warn, info, debug or trace, or a filter such as `info,nri_plugin=debug`.
+    #[arg(long, value_name = "FILTER", env = "VCUDA_LOG", default_value = "info")]
+    log: String,
+
+    /// Ask whether the plugin on this node is in service, and do nothing else.
+    #[arg(long)]
+    ready: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(&arguments) {
+        Ok(code) => code,
+        Err(error) => {
+            let code = exit_code(&error);
+            tracing::error!("{error:#}");
+            eprintln!("vcuda-nri-plugin: {error:#}");
+            ExitCode::from(code)
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if arguments.ready {
+        let file = NodeFile::load_or_default(&arguments.config)?;
+        return Ok(match node::readiness(&file.paths) {
+            Some(runtime) => {
+                println!("in service for {runtime}");
+                ExitCode::SUCCESS
+            }
+            None => {
+                println!("not in service");
+                ExitCode::from(NOT_READY)
+            }
+        });
+    }
+    let way = match Launched::from_env()? {
+        Some(launched) => {
+            // The settings come from containerd later; a log is needed before.
+            let paths = NodeFile::load_or_default(&arguments.config).unwrap_or_default().paths;
+            log::start(&arguments.log, Some(&paths.run.join("nri-plugin.log"))).context("--log")?;
+            Way::Launched { launched, config: arguments.config.clone() }
+        }
+        None => {
+            log::start(&arguments.log, None).context("--log")?;
+            let file = NodeFile::load_or_default(&arguments.config)?;
+            Way::external(&file, Node::start(&file)?)
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let stop = async {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+        };
+        way.go(stop).await?;
+        Ok::<_, anyhow::Error>(())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn exit_code(error: &anyhow::Error) -> u8 {
+    if error.is::<NodeFileError>() {
+        return BAD_CONFIG;
+    }
+    if matches!(error.downcast_ref(), Some(SessionError::Unusable(_))) {
+        return BAD_CONFIG;
+    }
+    match error.downcast_ref() {
+        Some(NodeError::AlreadyRunning { .. }) => ALREADY_RUNNING,
+        Some(NodeError::Config(_)) => BAD_CONFIG,
+        _ => FAILED,
+    }
+}

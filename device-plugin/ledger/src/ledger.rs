@@ -67,6 +67,8 @@ pub struct Bound {
 /// What of the node's pods and containers is alive, from the runtime's own list.
 #[derive(Clone, Debug, Default)]
 pub struct Live {
+    /// When the list was made, in seconds since 1970. It says nothing about what was bound since.
+    pub taken_at: u64,
     /// Pods by UID.
     pub pods: BTreeMap<String, PodLife>,
     /// IDs of containers that are created or run.
@@ -327,6 +329,9 @@ impl Ledger {
         }
         for (name, record) in shares.records {
             let this_boot = record.boot_id == self.boot_id;
+            if this_boot && record.bound_at >= live.taken_at {
+                continue;
+            }
             let gone = match live.pods.get(name.pod_uid()) {
                 None => true,
                 // After a reboot all sandboxes have ended, and kubelet makes them anew.
@@ -338,7 +343,7 @@ impl Ledger {
                 pruned.released.push(name);
             } else if record.state == ShareState::Running
                 && !live.containers.contains(&record.container.id)
-                && !(this_boot && is_recent(record.bound_at))
+                && !(this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE.as_secs()))
             {
                 self.set_stopped(&name, record)?;
                 pruned.stopped.push(name);
@@ -454,11 +459,7 @@ impl Ledger {
     }
 }
 
-fn seconds_since_1970() -> u64 {
+/// The time, in seconds since 1970.
+pub fn seconds_since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-fn is_recent(bound_at: u64) -> bool {
-    // A clock that was set back makes a share look younger than it is, which keeps it; that errs on the safe side.
-    seconds_since_1970() < bound_at.saturating_add(LISTING_GRACE.as_secs())
 }

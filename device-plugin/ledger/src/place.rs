@@ -244,17 +244,22 @@ impl fmt::Display for Lack {
     }
 }
 
-impl fmt::Display for NoRoom {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl NoRoom {
+    /// The refusal without what each GPU lacks: the same text for many nodes, so that they can be counted.
+    pub fn headline(&self) -> String {
         match self.request {
             Request::Share { core, .. } => {
                 let memory = Memory(self.request.memory_bytes().unwrap_or(0));
-                write!(f, "no GPU has {core} core and {memory} free")?;
+                format!("no GPU has {core} core and {memory} free")
             }
-            Request::Whole { gpus } => {
-                write!(f, "{gpus} whole GPU(s) asked, {} free", self.free)?;
-            }
+            Request::Whole { gpus } => format!("{gpus} whole GPU(s) asked, {} free", self.free),
         }
+    }
+}
+
+impl fmt::Display for NoRoom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.headline())?;
         for (at, lack) in self.lacks.iter().enumerate() {
             write!(f, "{} {lack}", if at == 0 { ":" } else { ";" })?;
         }

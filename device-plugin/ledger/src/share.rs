@@ -251,7 +251,8 @@ pub enum RecordError {
 }
 
 impl ShareRecord {
-    pub(crate) const VERSION: u32 = RECORD_VERSION;
+    /// The format version that this build writes and reads.
+    pub const VERSION: u32 = RECORD_VERSION;
 
     /// Reads the record of share `name` below the shares folder. Needs no lock: a record is replaced whole.
     pub fn load(shares: &Path, name: &ShareName) -> Result<Self, RecordError> {

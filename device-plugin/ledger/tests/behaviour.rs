@@ -29,6 +29,11 @@ fn minor(bound: &Bound) -> u32 {
     bound.record.gpus[0].minor
 }
 
+/// An empty list of the runtime's, made after all that the test has done so far.
+fn listed() -> Live {
+    Live { taken_at: ledger::seconds_since_1970() + 2, ..Live::default() }
+}
+
 #[test]
 fn a_restarted_container_keeps_its_gpu_and_gets_fresh_files() {
     let (_folder, ledger) = open();
@@ -57,7 +62,7 @@ fn a_share_outlives_a_reboot_until_its_pod_is_gone() {
     drop(ledger);
 
     let ledger = Ledger::open_in_boot(&folder.path().join("shares"), "next boot".into()).unwrap();
-    let live = Live { pods: [("pod-1".to_owned(), PodLife::Ended)].into(), ..Live::default() };
+    let live = Live { pods: [("pod-1".to_owned(), PodLife::Ended)].into(), ..listed() };
     assert_eq!(ledger.prune(&live).unwrap().stopped, std::slice::from_ref(&bound.name));
     assert!(ledger.end_sandbox("sandbox-1-0", SandboxEnd::Stopped).unwrap().is_empty());
     // Another pod comes first and finds the GPU held.
@@ -66,7 +71,7 @@ fn a_share_outlives_a_reboot_until_its_pod_is_gone() {
     assert_eq!(minor(&again), 1);
     // The old sandbox is collected late, and takes nothing along.
     assert!(ledger.end_sandbox("sandbox-1-0", SandboxEnd::Removed).unwrap().is_empty());
-    assert_eq!(ledger.prune(&Live::default()).unwrap().released.len(), 2);
+    assert_eq!(ledger.prune(&listed()).unwrap().released.len(), 2);
 }
 
 #[test]
@@ -135,6 +140,7 @@ fn what_cannot_be_read_is_named_and_nothing_is_free_beside_it() {
     let live = Live {
         pods: [("pod-1".to_owned(), PodLife::Up)].into(),
         containers: [kept.record.container.id].into(),
+        ..listed()
     };
     assert_eq!(ledger.prune(&live).unwrap().released.len(), 6);
     assert!(bind(&ledger, &inventory, &claim(8, 0, 0, 1, share(1, 1))).is_ok());
@@ -214,4 +220,13 @@ fn two_processes_never_promise_the_same_gpu() {
     let shares = first.shares().unwrap();
     assert_not_overpromised(&shares, &inventory);
     assert_eq!(shares.records.len(), 12, "6 shares of 15 core fit a GPU");
+}
+
+#[test]
+fn a_list_says_nothing_about_what_was_bound_after_it_was_made() {
+    let (_folder, ledger) = open();
+    let live = Live { taken_at: ledger::seconds_since_1970(), ..Live::default() };
+    let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    assert!(ledger.prune(&live).unwrap().released.is_empty());
+    assert_eq!(ledger.prune(&listed()).unwrap().released, [bound.name]);
 }

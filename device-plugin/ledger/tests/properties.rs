@@ -73,6 +73,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
+/// An empty list of the runtime's, made after all that the test has done so far.
+fn listed() -> Live {
+    Live { taken_at: ledger::seconds_since_1970() + 2, ..Live::default() }
+}
+
 /// What the folder should say.
 type Model = BTreeMap<ShareName, ShareRecord>;
 
@@ -139,7 +144,7 @@ fn run(steps: Vec<Step>) {
                 model.retain(|_, record| record.pod.sandbox_id != sandbox);
             }
             Step::Prune { alive, ended } => {
-                let mut live = Live::default();
+                let mut live = listed();
                 live.pods.extend(ended.iter().map(|pod| (format!("pod-{pod}"), PodLife::Ended)));
                 live.pods.extend(alive.iter().map(|pod| (format!("pod-{pod}"), PodLife::Up)));
                 let this_boot = format!("boot-{boot}");

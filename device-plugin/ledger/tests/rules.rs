@@ -1,5 +1,7 @@
 //! Which GPU is picked when several have room.
 
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
 use ledger::{Choice, Gpu, GpuFilter, GpuFree, Lack, Policy, Rules, Wishes, place_by, takes};
 use proptest::prelude::*;
 use vcuda_config::{CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, Request, annotation};

@@ -1,0 +1,276 @@
+//! Binding: from a container that is being created to its share, and from what ends back to what is free. Blocking
+//! work on a few small files; who calls it, and how long it may take, is `service`'s matter.
+
+use std::{
+    collections::HashSet,
+    fs::{self, Permissions},
+    io,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use ledger::{
+    Claim, ContainerRef, Inventory, Ledger, LedgerError, PodRef, SandboxEnd, ShareFolder, ShareKind,
+    ShareName, ShareRecord, ShareState,
+};
+use region::{GpuLimit, Limits, Usage, place};
+use vcuda_config::Paths;
+
+use crate::{
+    adjust,
+    grant::Granted,
+    refusal::Refusal,
+    wire::{Container, ContainerAdjustment, PodSandbox},
+};
+
+/// Longest ID of a container or sandbox that is taken; containerd's are 64 characters.
+const ID_MAX: usize = 256;
+
+/// Longest pod name and namespace that is recorded; Kubernetes' are at most 253 characters.
+const POD_NAME_MAX: usize = 253;
+
+/// Binds and releases the shares of one node.
+#[derive(Debug)]
+pub struct Binder {
+    paths: Paths,
+    ledger: Ledger,
+    inventory: Mutex<Option<Cached>>,
+    ours: Mutex<Ours>,
+}
+
+/// The inventory as it was read, and the file that it was read from.
+#[derive(Debug)]
+struct Cached {
+    /// Inode, modification time in seconds and nanoseconds, size. The file is replaced, never rewritten.
+    stamp: (u64, i64, i64, u64),
+    inventory: Arc<Inventory>,
+}
+
+/// Containers and sandboxes that have shares: so that events about all others are over at once.
+#[derive(Debug, Default)]
+struct Ours {
+    containers: HashSet<String>,
+    sandboxes: HashSet<String>,
+}
+
+/// A share that was bound, and what its container gets.
+#[derive(Debug)]
+pub struct Binding {
+    /// Its name.
+    pub name: ShareName,
+    /// What the container gets.
+    pub adjustment: ContainerAdjustment,
+}
+
+impl Binder {
+    /// Opens the ledger at the places that `paths` names.
+    pub fn open(paths: Paths) -> Result<Self, LedgerError> {
+        let ledger = Ledger::open(&paths.shares())?;
+        let binder = Self { paths, ledger, inventory: Mutex::default(), ours: Mutex::default() };
+        binder.reload()?;
+        Ok(binder)
+    }
+
+    /// The ledger.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// The node's places.
+    pub fn paths(&self) -> &Paths {
+        &self.paths
+    }
+
+    /// Binds the share of `container`, which has a grant.
+    pub fn bind(&self, pod: &PodSandbox, container: &Container) -> Result<Binding, Refusal> {
+        let refuse = |reason: String| Refusal::new(pod, container, reason);
+        let granted = Granted::read(pod, container, &self.paths).map_err(refuse)?;
+        let claim = claim(pod, container, &granted).map_err(refuse)?;
+        let inventory = self.inventory().map_err(refuse)?;
+        if matches!(granted.request, vcuda_config::Request::Share { .. }) && !self.paths.shim().is_file() {
+            return Err(refuse(format!(
+                "{} is not there; install vcuda {} on this node again",
+                self.paths.shim().display(),
+                vcuda_config::VERSION
+            )));
+        }
+        let mut obstacle = None;
+        let fill = |record: &ShareRecord, fresh: &ShareFolder| {
+            // Asked here, where it is known which GPU it would be, and before anything is bound.
+            obstacle = adjust::unenforceable(record, fresh, &inventory, &self.paths, container);
+            if obstacle.is_some() {
+                return Err(io::ErrorKind::Unsupported.into());
+            }
+            fill(record, fresh)
+        };
+        let preferred = preferred_gpus(pod, &granted);
+        let bound = self.ledger.bind(&inventory, &claim, &preferred, fill);
+        let bound = match (bound, obstacle) {
+            (_, Some(obstacle)) => return Err(refuse(obstacle)),
+            (bound, None) => bound.map_err(|error| refuse(error.to_string()))?,
+        };
+        {
+            let mut ours = self.ours();
+            ours.containers.insert(claim.container.id);
+            ours.sandboxes.insert(claim.pod.sandbox_id);
+        }
+        for lack in &bound.placement.passed_over {
+            tracing::warn!(share = %bound.name, %lack, "not placed where kubelet counts it");
+        }
+        for name in &bound.gave_way {
+            tracing::info!(share = %name, to = %bound.name, "the share of an ended container gave way");
+        }
+        tracing::info!(
+            share = %bound.name,
+            pod = %format_args!("{}/{}", pod.namespace, pod.name),
+            gpus = %described(&bound.record),
+            choice = ?bound.placement.choice,
+            "bound"
+        );
+        let adjustment = adjust::adjustment(&bound.record, &bound.folder, &inventory, &self.paths, container);
+        Ok(Binding { name: bound.name, adjustment })
+    }
+
+    /// Whether a share belongs to the container with this ID.
+    pub fn knows_container(&self, id: &str) -> bool {
+        self.ours().containers.contains(id)
+    }
+
+    /// Whether a share belongs to the pod sandbox with this ID.
+    pub fn knows_sandbox(&self, id: &str) -> bool {
+        self.ours().sandboxes.contains(id)
+    }
+
+    /// Notes that a container has ended. Its share stays with its pod.
+    pub fn container_ended(&self, id: &str) -> Result<(), LedgerError> {
+        if let Some(share) = self.ledger.mark_stopped(id)? {
+            tracing::info!(%share, "container ended; the share stays with its pod");
+        }
+        self.ours().containers.remove(id);
+        Ok(())
+    }
+
+    /// Releases what belongs to a pod whose sandbox has ended.
+    pub fn sandbox_ended(&self, id: &str, end: SandboxEnd) -> Result<(), LedgerError> {
+        let released = self.ledger.end_sandbox(id, end)?;
+        for share in &released {
+            tracing::info!(%share, "pod ended; share released");
+        }
+        if end == SandboxEnd::Removed || !released.is_empty() {
+            self.ours().sandboxes.remove(id);
+        }
+        Ok(())
+    }
+
+    /// The node's GPUs, as the device plugin last wrote them down in this boot.
+    pub(crate) fn inventory(&self) -> Result<Arc<Inventory>, String> {
+        let path = self.paths.inventory();
+        let mut cached = self.inventory.lock().unwrap_or_else(PoisonError::into_inner);
+        let stamp = fs::metadata(&path).map(|it| (it.ino(), it.mtime(), it.mtime_nsec(), it.size())).ok();
+        if let (Some(cached), Some(stamp)) = (&*cached, stamp)
+            && cached.stamp == stamp
+        {
+            return Ok(Arc::clone(&cached.inventory));
+        }
+        *cached = None;
+        let inventory = Arc::new(Inventory::load(&path).map_err(|error| error.to_string())?);
+        if inventory.boot_id != self.ledger.boot_id() {
+            return Err(format!(
+                "{} is from before the last reboot, so vcuda-device-plugin has not run since; see why it does not start",
+                path.display()
+            ));
+        }
+        if let Some(stamp) = stamp {
+            *cached = Some(Cached { stamp, inventory: Arc::clone(&inventory) });
+        }
+        Ok(inventory)
+    }
+
+    /// Reads anew which containers and sandboxes have shares.
+    pub(crate) fn reload(&self) -> Result<(), LedgerError> {
+        let shares = self.ledger.shares()?;
+        for unreadable in &shares.unreadable {
+            tracing::error!("{unreadable}");
+        }
+        for path in &shares.foreign {
+            tracing::warn!(path = %path.display(), "no share, left alone");
+        }
+        let mut ours = Ours::default();
+        for record in shares.records.into_values() {
+            if record.state == ShareState::Running {
+                ours.containers.insert(record.container.id);
+            }
+            ours.sandboxes.insert(record.pod.sandbox_id);
+        }
+        *self.ours() = ours;
+        Ok(())
+    }
+
+    fn ours(&self) -> MutexGuard<'_, Ours> {
+        self.ours.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// GPUs to try first. Those of the device IDs, so that kubelet's books and ours agree; a scheduler's choice, once
+/// pods carry one, goes before them.
+fn preferred_gpus(_pod: &PodSandbox, granted: &Granted) -> Vec<vcuda_config::GpuUuid> {
+    granted.gpus.clone()
+}
+
+fn claim(pod: &PodSandbox, container: &Container, granted: &Granted) -> Result<Claim, String> {
+    for (what, id) in [("container", &container.id), ("pod sandbox", &pod.id)] {
+        if id.is_empty() || id.len() > ID_MAX {
+            return Err(format!("the {what}'s ID has {} bytes, not 1 to {ID_MAX}", id.len()));
+        }
+    }
+    if pod.name.len() > POD_NAME_MAX || pod.namespace.len() > POD_NAME_MAX {
+        return Err(format!("the pod's name is longer than {POD_NAME_MAX} bytes"));
+    }
+    Ok(Claim { pod: pod_ref(pod), container: container_ref(container), request: granted.request })
+}
+
+pub(crate) fn pod_ref(pod: &PodSandbox) -> PodRef {
+    PodRef {
+        uid: pod.uid.clone(),
+        namespace: pod.namespace.clone(),
+        name: pod.name.clone(),
+        sandbox_id: pod.id.clone(),
+    }
+}
+
+pub(crate) fn container_ref(container: &Container) -> ContainerRef {
+    ContainerRef { name: container.name.clone(), id: container.id.clone() }
+}
+
+/// Makes the files that a share's container sees.
+pub(crate) fn fill(record: &ShareRecord, folder: &ShareFolder) -> io::Result<()> {
+    if record.kind == ShareKind::Whole {
+        return Ok(());
+    }
+    let limits: Vec<GpuLimit> = record
+        .gpus
+        .iter()
+        .map(|gpu| GpuLimit {
+            uuid: gpu.uuid.bytes(),
+            memory_bytes: gpu.memory_bytes,
+            core_percent: gpu.core,
+            core_limit_percent: gpu.core,
+        })
+        .collect();
+    Limits::create(&folder.limits(), &limits)?;
+    Usage::create(&folder.usage())?;
+    let preload: PathBuf = folder.preload();
+    fs::write(&preload, format!("{}\n", place::SHIM))?;
+    // Whatever user the container runs as, its loader reads this.
+    fs::set_permissions(&preload, Permissions::from_mode(0o644))
+}
+
+/// What a share holds, for the log.
+fn described(record: &ShareRecord) -> String {
+    let gpus = record
+        .gpus
+        .iter()
+        .map(|gpu| format!("{}: {} core, {} MiB", gpu.uuid, gpu.core, gpu.memory_bytes >> 20));
+    gpus.collect::<Vec<_>>().join("; ")
+}

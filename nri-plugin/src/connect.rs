@@ -1,0 +1,239 @@
+//! The two ways to the runtime. A plugin that containerd starts finds a connected socket in its environment; any
+//! other connects to containerd's NRI socket, and does so again whenever containerd was restarted.
+
+use std::{
+    env,
+    ffi::OsString,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::net::UnixStream as StdUnixStream,
+    },
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
+use thiserror::Error;
+use tokio::{net::UnixStream, time::sleep};
+use vcuda_config::NodeFile;
+
+use crate::{
+    backoff::Backoff,
+    node::Node,
+    service::{NodeSource, Service, Standing},
+    session::{self, Identity, SessionError},
+};
+
+/// First and longest pause between attempts to connect.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// Longest that a call which is being worked on holds up the end.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// For answers that are on their way when the last call is done.
+const FLUSH: Duration = Duration::from_millis(50);
+
+/// What containerd tells a plugin that it starts: there is nothing else in such a plugin's environment
+/// (containerd/nri, pkg/adaptation/plugin.go).
+#[derive(Debug)]
+pub struct Launched {
+    /// The name and index from the plugin's file name.
+    pub identity: Identity,
+    socket: OwnedFd,
+}
+
+/// Why what containerd left in the environment is no use.
+#[derive(Debug, Error)]
+#[error(
+    "NRI_PLUGIN_SOCKET={0:?} is no socket of this process ({1}); containerd sets it when it starts a plugin, so leave \
+     it unset anywhere else"
+)]
+pub struct LaunchError(OsString, String);
+
+impl Launched {
+    /// What containerd left in the environment; None when it did not start this process.
+    pub fn from_env() -> Result<Option<Self>, LaunchError> {
+        let Some(socket) = env::var_os("NRI_PLUGIN_SOCKET") else { return Ok(None) };
+        let wrong = |reason: String| LaunchError(socket.clone(), reason);
+        let number = socket.to_str().and_then(|text| text.parse::<i32>().ok()).filter(|number| *number > 2);
+        let number = number.ok_or_else(|| wrong("not the number of an open file".into()))?;
+        let text = |name: &str| env::var(name).map_err(|_| wrong(format!("{name} is missing beside it")));
+        let identity = Identity { name: text("NRI_PLUGIN_NAME")?, index: text("NRI_PLUGIN_IDX")? };
+        let socket = duplicate(number).map_err(|error| wrong(error.to_string()))?;
+        rustix::net::sockopt::socket_domain(&socket).map_err(|error| wrong(error.to_string()))?;
+        Ok(Some(Self { identity, socket }))
+    }
+
+    fn stream(self) -> std::io::Result<UnixStream> {
+        let stream = StdUnixStream::from(self.socket);
+        stream.set_nonblocking(true)?;
+        UnixStream::from_std(stream)
+    }
+}
+
+/// A descriptor of our own for open file `number`. The kernel looks it up, so a wrong number is an error and no
+/// unsafe claim is made about it (`pidfd_getfd`, Linux 5.6).
+fn duplicate(number: i32) -> rustix::io::Result<OwnedFd> {
+    let own = pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
+    pidfd_getfd(own.as_fd(), number, PidfdGetfdFlags::empty())
+}
+
+/// The way to the runtime that a process goes.
+#[derive(Debug)]
+pub enum Way {
+    /// containerd started us.
+    Launched {
+        /// What it gave us.
+        launched: Launched,
+        /// The node file to use where containerd configures nothing else.
+        config: PathBuf,
+    },
+    /// We connect.
+    External {
+        /// Who we are.
+        identity: Identity,
+        /// The node.
+        node: Arc<Node>,
+        /// containerd's NRI socket.
+        socket: PathBuf,
+    },
+}
+
+impl Way {
+    /// The way of a process that containerd did not start.
+    pub fn external(file: &NodeFile, node: Node) -> Self {
+        Self::External {
+            identity: Identity { name: file.nri.name.clone(), index: file.nri.index.clone() },
+            node: Arc::new(node),
+            socket: file.paths.nri_socket.clone(),
+        }
+    }
+
+    /// Serves the runtime until `stop` is done: as often as it takes, or, started by containerd, as long as that
+    /// containerd lives.
+    ///
+    /// # Errors
+    ///
+    /// When there is no way on: what containerd configured cannot be used.
+    pub async fn go(self, stop: impl Future<Output = ()>) -> Result<(), SessionError> {
+        tokio::pin!(stop);
+        match self {
+            Self::External { identity, node, socket } => {
+                serve_forever(&identity, &node, socket, || true, stop).await;
+                Ok(())
+            }
+            Self::Launched { launched, config } => {
+                let containerd = getppid();
+                let identity = launched.identity.clone();
+                let service = Service::new(NodeSource::Configure(config));
+                let stream = launched.stream()?;
+                let ended = tokio::select! {
+                    ended = serve_once(stream, &identity, &service) => ended,
+                    () = finish_when(&mut stop, &service) => return Ok(()),
+                };
+                let Some(node) = service.node() else { return ended };
+                drop(service);
+                // containerd starts a plugin once. If it only dropped us, we come back through its socket; a new
+                // containerd starts a plugin of its own.
+                let socket = node.binder().paths().nri_socket.clone();
+                report(&ended);
+                serve_forever(&identity, &node, socket, || getppid() == containerd, stop).await;
+                Ok(())
+            }
+        }
+    }
+}
+
+async fn serve_forever(
+    identity: &Identity,
+    node: &Arc<Node>,
+    socket: PathBuf,
+    wanted: impl Fn() -> bool,
+    mut stop: impl Future<Output = ()> + Unpin,
+) {
+    let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
+    let mut complained = String::new();
+    while wanted() {
+        let service = Service::new(NodeSource::Here(Arc::clone(node)));
+        let attempt = async {
+            match UnixStream::connect(&socket).await {
+                Ok(stream) => serve_once(stream, identity, &service).await.map_err(|error| error.to_string()),
+                Err(error) => Err(format!(
+                    "{}: {error}; see that containerd runs and has NRI on (`disable = false` in its NRI section)",
+                    socket.display()
+                )),
+            }
+        };
+        let ended = tokio::select! {
+            ended = attempt => ended,
+            () = finish_when(&mut stop, &service) => return,
+        };
+        match ended {
+            Ok(()) => {
+                tracing::warn!("containerd closed the connection; pods with a share wait until it is back");
+                backoff.reset();
+                complained.clear();
+            }
+            // Once is enough for an error that stays.
+            Err(error) if error == complained => tracing::debug!(error, "still no session"),
+            Err(error) => {
+                tracing::error!(error, "no session with containerd; trying on");
+                complained = error;
+            }
+        }
+        tokio::select! {
+            () = sleep(backoff.pause()) => {}
+            () = &mut stop => return,
+        }
+    }
+    tracing::info!("the containerd that started this plugin is gone");
+}
+
+/// Serves one session, and shows while it is in service.
+async fn serve_once(
+    stream: UnixStream,
+    identity: &Identity,
+    service: &Arc<Service>,
+) -> Result<(), SessionError> {
+    let mut standing = service.standing();
+    let show = async {
+        while standing.changed().await.is_ok() {
+            let now = standing.borrow_and_update().clone();
+            if let (Standing::Ready(runtime), Some(node)) = (now, service.node()) {
+                tracing::info!(runtime, "in service");
+                node.set_ready(Some(&runtime));
+            }
+        }
+        std::future::pending().await
+    };
+    let ended = tokio::select! {
+        ended = session::serve(stream, identity, service) => ended,
+        never = show => never,
+    };
+    if let Some(node) = service.node() {
+        node.set_ready(None);
+    }
+    ended
+}
+
+fn report(ended: &Result<(), SessionError>) {
+    match ended {
+        Ok(()) => tracing::warn!("containerd closed the connection"),
+        Err(error) => tracing::error!(%error, "the session that containerd opened is over"),
+    }
+}
+
+/// Waits for `stop`, then lets what is being worked on come to its end, within a bound. The session goes on being
+/// served meanwhile, or no answer would leave.
+async fn finish_when(stop: impl Future<Output = ()>, service: &Service) {
+    stop.await;
+    tracing::info!(
+        "stopping; pods with a share are refused until the plugin is back, running ones never notice"
+    );
+    service.drain(DRAIN).await;
+    sleep(FLUSH).await;
+    if let Some(node) = service.node() {
+        node.set_ready(None);
+    }
+}

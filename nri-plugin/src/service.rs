@@ -1,0 +1,420 @@
+//! The plugin's side of the NRI: answers every call at once, or within a bound. The runtime holds one lock over all
+//! plugins and all containers while it waits for us, and drops a plugin that takes two seconds, after which
+//! containers start without it.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use ledger::SandboxEnd;
+use tokio::{
+    sync::{Semaphore, watch},
+    task::spawn_blocking,
+    time::timeout,
+};
+use ttrpc::{asynchronous::TtrpcContext, proto::Code};
+use vcuda_config::NodeFile;
+
+use crate::{
+    binding::{Binder, Binding},
+    grant::is_granted,
+    node::{Node, NodeError},
+    refusal::Refusal,
+    synchronize::Census,
+    wire::{
+        ConfigureRequest, ConfigureResponse, Container, ContainerRequest, CreateContainerResponse, EVENTS,
+        Empty, Event, Plugin, PodRequest, PodSandbox, StateChangeEvent, SynchronizeRequest,
+        SynchronizeResponse,
+    },
+};
+
+/// Longest that a container's creation waits for its share. The runtime gives up on us after two seconds
+/// (`DefaultPluginRequestTimeout`), and then the container starts unadjusted; so an error comes well before that.
+const BIND_DEADLINE: Duration = Duration::from_secs(1);
+
+/// Longest that an event or a census holds the runtime up; the work goes on behind the answer.
+const EVENT_DEADLINE: Duration = Duration::from_millis(500);
+
+/// Calls that do work at one time; the runtime makes one at a time.
+const WORKERS: u32 = 16;
+
+/// Where a session with the runtime stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Standing {
+    /// Not configured yet.
+    #[default]
+    Registering,
+    /// Configured by the runtime with this name and version.
+    Configured(String),
+    /// Synchronized: from here on containers get their shares.
+    Ready(String),
+    /// The runtime's configuration cannot be used; there is no way on.
+    Unusable(String),
+}
+
+/// One session's service.
+#[derive(Debug)]
+pub struct Service {
+    source: NodeSource,
+    node: OnceLock<Arc<Node>>,
+    census: Mutex<Census>,
+    standing: watch::Sender<Standing>,
+    work: Arc<Semaphore>,
+    bind_deadline: Duration,
+}
+
+/// Where the session's node comes from.
+#[derive(Clone, Debug)]
+pub enum NodeSource {
+    /// It is there already.
+    Here(Arc<Node>),
+    /// A plugin that the runtime starts gets its settings with Configure: the text of a node file, or the path of
+    /// one, or nothing, which means this path.
+    Configure(PathBuf),
+}
+
+impl Service {
+    /// A service for one session.
+    pub fn new(source: NodeSource) -> Arc<Self> {
+        Self::with_bind_deadline(source, BIND_DEADLINE)
+    }
+
+    /// As [`Service::new`], with another bound for the binding of a share.
+    pub fn with_bind_deadline(source: NodeSource, bind_deadline: Duration) -> Arc<Self> {
+        let node = match &source {
+            NodeSource::Here(node) => OnceLock::from(Arc::clone(node)),
+            NodeSource::Configure(_) => OnceLock::new(),
+        };
+        Arc::new(Self {
+            source,
+            node,
+            census: Mutex::default(),
+            standing: watch::Sender::default(),
+            work: Arc::new(Semaphore::new(WORKERS as usize)),
+            bind_deadline,
+        })
+    }
+
+    /// Where the session stands, now and from now on.
+    pub fn standing(&self) -> watch::Receiver<Standing> {
+        self.standing.subscribe()
+    }
+
+    /// The node, once there is one.
+    pub fn node(&self) -> Option<Arc<Node>> {
+        self.node.get().cloned()
+    }
+
+    /// Takes no new work and waits, at most `limit`, for what is being done.
+    pub async fn drain(&self, limit: Duration) {
+        if timeout(limit, self.work.acquire_many(WORKERS)).await.is_err() {
+            tracing::warn!(?limit, "a call was still being worked on at the end");
+        }
+        self.work.close();
+    }
+
+    fn binder(&self) -> ttrpc::Result<Arc<Binder>> {
+        let node = self.node.get();
+        node.map(|node| Arc::clone(node.binder())).ok_or_else(|| refused("called before it was configured"))
+    }
+
+    async fn create(&self, pod: PodSandbox, container: Container) -> ttrpc::Result<CreateContainerResponse> {
+        // The one thing that is done for every container of the node: no file, no lock.
+        if !is_granted(&container) {
+            return Ok(CreateContainerResponse::default());
+        }
+        let binder = self.binder()?;
+        let late = Refusal::new(
+            &pod,
+            &container,
+            format!(
+                "its share was not bound within {:?}; see whether the disk of {} is slow or full",
+                self.bind_deadline,
+                binder.paths().state.display()
+            ),
+        );
+        let attempt = Arc::new(Attempt::default());
+        let work = {
+            let (binder, attempt) = (Arc::clone(&binder), Arc::clone(&attempt));
+            self.work(move || bind(&binder, &pod, &container, &attempt))
+        };
+        tokio::pin!(work);
+        let bound = match timeout(self.bind_deadline, &mut work).await {
+            Ok(bound) => bound,
+            Err(_) if attempt.give_up() => Err(refused(late.to_string())),
+            // It came in at the last moment, and only has to be handed over.
+            Err(_) => work.await,
+        };
+        let binding = bound?.map_err(|refusal| {
+            tracing::warn!("{refusal}");
+            refused(refusal.to_string())
+        })?;
+        self.sync_later(binder, binding.name);
+        Ok(CreateContainerResponse { adjust: Some(binding.adjustment).into(), ..Default::default() })
+    }
+
+    /// The record's way to the disk is no reason for a container to wait.
+    fn sync_later(&self, binder: Arc<Binder>, name: ledger::ShareName) {
+        spawn_blocking(move || {
+            if let Err(error) = binder.ledger().sync(&name) {
+                tracing::warn!(share = %name, %error, "its record may be lost with the machine's power");
+            }
+        });
+    }
+
+    async fn container_ended(&self, container: &Container) -> ttrpc::Result<Empty> {
+        let binder = self.binder()?;
+        if binder.knows_container(&container.id) {
+            let id = container.id.clone();
+            self.event("container end", move || binder.container_ended(&id)).await;
+        }
+        Ok(Empty::default())
+    }
+
+    async fn sandbox_ended(&self, pod: &PodSandbox, end: SandboxEnd) -> ttrpc::Result<Empty> {
+        let binder = self.binder()?;
+        if binder.knows_sandbox(&pod.id) {
+            let id = pod.id.clone();
+            self.event("pod end", move || binder.sandbox_ended(&id, end)).await;
+        }
+        Ok(Empty::default())
+    }
+
+    /// Works on an event. The runtime could do nothing about an error, so it goes to the log.
+    async fn event(
+        &self,
+        what: &'static str,
+        work: impl FnOnce() -> Result<(), ledger::LedgerError> + Send + 'static,
+    ) {
+        let work = self.work(move || {
+            if let Err(error) = work() {
+                tracing::error!(%error, "{what} not noted; a restart of this plugin notes it");
+            }
+        });
+        // Dropping the wait does not stop the work.
+        match timeout(EVENT_DEADLINE, work).await {
+            Ok(_) => {}
+            Err(_) => tracing::warn!(what, limit = ?EVENT_DEADLINE, "slow disk; the work goes on"),
+        }
+    }
+
+    /// Does blocking `work` off the runtime's threads. It is counted until it is done, for [`Service::drain`].
+    async fn work<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> ttrpc::Result<T> {
+        let permit = Arc::clone(&self.work).acquire_owned().await;
+        let permit =
+            permit.map_err(|_| refused("this plugin is being stopped; the container is tried again"))?;
+        let done = spawn_blocking(move || {
+            let done = work();
+            drop(permit);
+            done
+        });
+        done.await.map_err(|error| refused(format!("this plugin failed ({error}); see its log")))
+    }
+}
+
+/// Who decides about a binding that takes long: the call that waits for it, or the work itself.
+#[derive(Debug, Default)]
+struct Attempt(AtomicU8);
+
+impl Attempt {
+    const GIVEN_UP: u8 = 1;
+    const DONE: u8 = 2;
+
+    /// The call waits no longer. False if the work was done first.
+    fn give_up(&self) -> bool {
+        self.0.compare_exchange(0, Self::GIVEN_UP, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// The work is done. False if nobody waits for it any more.
+    fn done(&self) -> bool {
+        self.0.compare_exchange(0, Self::DONE, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+}
+
+fn bind(
+    binder: &Binder,
+    pod: &PodSandbox,
+    container: &Container,
+    attempt: &Attempt,
+) -> Result<Binding, Refusal> {
+    let binding = binder.bind(pod, container)?;
+    if !attempt.done() {
+        // The container was refused, so nothing runs; its share waits for the next attempt.
+        if let Err(error) = binder.container_ended(&container.id) {
+            tracing::error!(%error, share = %binding.name, "bound too late and not noted as stopped");
+        }
+    }
+    Ok(binding)
+}
+
+/// An error that fails the call and leaves the plugin registered. `DEADLINE_EXCEEDED` would drop it
+/// (`isFatalError` in the runtime's plugin.go).
+fn refused(reason: impl ToString) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(ttrpc::get_status(Code::FAILED_PRECONDITION, reason))
+}
+
+impl NodeSource {
+    fn configure(&self, config: &str) -> Result<Arc<Node>, NodeError> {
+        let default = match self {
+            Self::Here(node) => return Ok(Arc::clone(node)),
+            Self::Configure(default) => default,
+        };
+        let config = config.trim();
+        let file = if config.is_empty() {
+            NodeFile::load_or_default(default)
+        } else if config.starts_with('/') && !config.contains('\n') {
+            NodeFile::load(Path::new(config))
+        } else {
+            NodeFile::from_text(config, Path::new("the NRI configuration of this plugin"))
+        };
+        Node::start(&file?).map(Arc::new)
+    }
+}
+
+// Methods that we do not subscribe to are here all the same: the trait's own default answers NOT_FOUND, for which the
+// runtime has no fallback (it knows UNIMPLEMENTED alone), so one stray call would fail a pod.
+#[async_trait]
+impl Plugin for Service {
+    async fn configure(
+        &self,
+        _: &TtrpcContext,
+        request: ConfigureRequest,
+    ) -> ttrpc::Result<ConfigureResponse> {
+        let runtime = format!("{} {}", request.runtime_name, request.runtime_version);
+        if self.node.get().is_none() {
+            let source = self.source.clone();
+            let config = request.config.clone();
+            let node = spawn_blocking(move || source.configure(&config)).await;
+            let node = node.map_err(|error| error.to_string());
+            match node.and_then(|node| node.map_err(|error| error.to_string())) {
+                Ok(node) => drop(self.node.set(node)),
+                Err(reason) => {
+                    self.standing.send_replace(Standing::Unusable(reason.clone()));
+                    return Err(refused(reason));
+                }
+            }
+        }
+        if request.request_timeout > 0
+            && i64::try_from(self.bind_deadline.as_millis()).is_ok_and(|ours| request.request_timeout <= ours)
+        {
+            tracing::error!(
+                "containerd waits only {} ms for plugins, so a slow share would start without limits but for the \
+                 guard; set plugin_request_timeout to 2s or more",
+                request.request_timeout
+            );
+        }
+        self.standing.send_replace(Standing::Configured(runtime));
+        Ok(ConfigureResponse { events: EVENTS, ..Default::default() })
+    }
+
+    async fn synchronize(
+        &self,
+        _: &TtrpcContext,
+        request: SynchronizeRequest,
+    ) -> ttrpc::Result<SynchronizeResponse> {
+        let whole = {
+            let mut census = self.census.lock().unwrap_or_else(PoisonError::into_inner);
+            census.add(request.pods, request.containers);
+            if request.more {
+                return Ok(SynchronizeResponse { more: true, ..Default::default() });
+            }
+            std::mem::take(&mut *census)
+        };
+        let binder = self.binder()?;
+        self.event("the runtime's list of pods", move || binder.synchronize(&whole)).await;
+        self.standing.send_modify(|standing| {
+            if let Standing::Configured(runtime) = standing {
+                *standing = Standing::Ready(std::mem::take(runtime));
+            }
+        });
+        Ok(SynchronizeResponse::default())
+    }
+
+    async fn create_container(
+        &self,
+        _: &TtrpcContext,
+        request: ContainerRequest,
+    ) -> ttrpc::Result<CreateContainerResponse> {
+        let (pod, container) = (request.pod, request.container);
+        self.create(pod.into_option().unwrap_or_default(), container.into_option().unwrap_or_default()).await
+    }
+
+    async fn stop_container(&self, _: &TtrpcContext, request: ContainerRequest) -> ttrpc::Result<Empty> {
+        self.container_ended(&request.container).await
+    }
+
+    async fn remove_container(&self, _: &TtrpcContext, request: ContainerRequest) -> ttrpc::Result<Empty> {
+        self.container_ended(&request.container).await
+    }
+
+    async fn stop_pod_sandbox(&self, _: &TtrpcContext, request: PodRequest) -> ttrpc::Result<Empty> {
+        self.sandbox_ended(&request.pod, SandboxEnd::Stopped).await
+    }
+
+    async fn remove_pod_sandbox(&self, _: &TtrpcContext, request: PodRequest) -> ttrpc::Result<Empty> {
+        self.sandbox_ended(&request.pod, SandboxEnd::Removed).await
+    }
+
+    /// What runtimes before NRI 0.12 send in place of the four methods above.
+    async fn state_change(&self, _: &TtrpcContext, request: StateChangeEvent) -> ttrpc::Result<Empty> {
+        match request.event.enum_value() {
+            Ok(Event::STOP_CONTAINER | Event::REMOVE_CONTAINER) => {
+                self.container_ended(&request.container).await
+            }
+            Ok(Event::STOP_POD_SANDBOX) => self.sandbox_ended(&request.pod, SandboxEnd::Stopped).await,
+            Ok(Event::REMOVE_POD_SANDBOX) => self.sandbox_ended(&request.pod, SandboxEnd::Removed).await,
+            _ => Ok(Empty::default()),
+        }
+    }
+
+    async fn shutdown(&self, _: &TtrpcContext, _: Empty) -> ttrpc::Result<Empty> {
+        tracing::info!("the runtime goes down");
+        Ok(Empty::default())
+    }
+
+    async fn run_pod_sandbox(&self, _: &TtrpcContext, _: PodRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn update_pod_sandbox(&self, _: &TtrpcContext, _: PodRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn post_update_pod_sandbox(&self, _: &TtrpcContext, _: PodRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn post_create_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn start_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn post_start_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn update_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn post_update_container(&self, _: &TtrpcContext, _: ContainerRequest) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+
+    async fn validate_container_adjustment(
+        &self,
+        _: &TtrpcContext,
+        _: ContainerRequest,
+    ) -> ttrpc::Result<Empty> {
+        Ok(Empty::default())
+    }
+}
