@@ -5,7 +5,7 @@
 #   sim/        the simulated driver
 #   test/       programs for the tests' containers
 #
-# What runs inside other people's images (shim, driver, test programs) is linked for glibc 2.17 or newer, by zig.
+# What is installed, and what runs inside other people's images, is linked for glibc 2.17 or newer, by zig.
 # VCUDA_DIST names another folder than target/node; VCUDA_PROFILE another cargo profile than release.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,23 +21,23 @@ triple=x86_64-unknown-linux-gnu
 
 say() { printf '\033[2m%s\033[0m\n' "build: $*" >&2; }
 
-say "daemons and tools"
-cargo build -q --profile "$profile" --bins \
-    -p device-plugin -p nri-plugin -p cdi-generator -p oci-hooks -p sim-gpud -p integration
+say "demo and simulated driver's daemon"
+cargo build -q --profile "$profile" --bins -p sim-gpud -p integration
 
 # A hook that is not static would take LD_PRELOAD and the loader's configuration from the image it is run for.
 say "static hook"
 RUSTFLAGS="-C target-feature=+crt-static" cargo build -q --profile "$profile" -p oci-hooks --bin vcuda-hook \
     --target $triple --target-dir "$target/static"
 
-say "shim, simulated driver, test programs"
+say "daemons, tools, shim, simulated driver, test programs"
 cargo zigbuild -q --profile "$profile" --target $triple.2.17 --target-dir "$target/floor" \
+    -p device-plugin -p nri-plugin -p cdi-generator -p oci-hooks \
     -p vcuda-preload -p sim-cuda -p sim-nvml -p cuda-probe
 
 mkdir -p "$out"/{bin,lib,sim,test}
 put() { install -m 0755 -C "$1" "$2"; }
 for program in vcuda-device-plugin vcuda-nri-plugin vcuda-cdi vcuda-check; do
-    put "$target/$built/$program" "$out/bin/$program"
+    put "$target/floor/$triple/$built/$program" "$out/bin/$program"
 done
 put "$target/static/$triple/$built/vcuda-hook" "$out/bin/vcuda-hook"
 put "$target/floor/$triple/$built/libvcuda_preload.so" "$out/lib/libvcuda_preload.so"
@@ -45,4 +45,5 @@ put "$target/$built/sim-gpud" "$out/sim/sim-gpud"
 put "$target/floor/$triple/$built/libsim_cuda.so" "$out/sim/libcuda.so"
 put "$target/floor/$triple/$built/libsim_nvml.so" "$out/sim/libnvidia-ml.so"
 put "$target/floor/$triple/$built/cuda-probe" "$out/test/cuda-probe"
+put "$target/$built/vcuda-demo" "$out/test/vcuda-demo"
 say "all there: $out"

@@ -44,8 +44,8 @@ impl Containerd {
     /// Writes a configuration into `folder` and starts containerd on it.
     pub async fn start(cache: &Cache, line: Line, folder: &Path, settings: Settings) -> Result<Self> {
         let bin = cache.containerd(line);
-        for dir in ["cdi", "nri/plugins", "nri/conf.d"] {
-            fs::create_dir_all(folder.join(dir))?;
+        for dir in [cdi(folder), nri_plugins(folder), nri_settings(folder)] {
+            fs::create_dir_all(dir)?;
         }
         fs::write(folder.join("containerd.toml"), config(cache, line, folder, settings))?;
         let process = spawn(&bin, folder)?;
@@ -63,21 +63,6 @@ impl Containerd {
     /// Which line it is.
     pub fn line(&self) -> Line {
         self.line
-    }
-
-    /// Where it looks for CDI specs.
-    pub fn cdi(&self) -> PathBuf {
-        self.folder.join("cdi")
-    }
-
-    /// Its NRI socket.
-    pub fn nri_socket(&self) -> PathBuf {
-        self.folder.join("nri/nri.sock")
-    }
-
-    /// Folder of NRI plugins that it starts itself.
-    pub fn nri_plugins(&self) -> PathBuf {
-        self.folder.join("nri/plugins")
     }
 
     /// Its log.
@@ -119,6 +104,26 @@ impl Containerd {
 /// Its socket in `folder`.
 pub fn socket(folder: &Path) -> PathBuf {
     folder.join("containerd.sock")
+}
+
+/// Where it looks for CDI specs.
+pub fn cdi(folder: &Path) -> PathBuf {
+    folder.join("cdi")
+}
+
+/// Its NRI socket.
+pub fn nri_socket(folder: &Path) -> PathBuf {
+    folder.join("nri/nri.sock")
+}
+
+/// Folder of NRI plugins that it starts itself.
+pub fn nri_plugins(folder: &Path) -> PathBuf {
+    folder.join("nri/plugins")
+}
+
+/// Folder of settings for the plugins that it starts.
+pub fn nri_settings(folder: &Path) -> PathBuf {
+    folder.join("nri/conf.d")
 }
 
 fn spawn(bin: &Path, folder: &Path) -> Result<Process> {

@@ -17,8 +17,10 @@ use crate::{
     cache::{Cache, Line},
     containerd::{Containerd, Settings},
     cri::Cri,
+    driver::{Driver, Wanted},
     image::Image,
     teardown,
+    vcuda::Vcuda,
 };
 
 /// How a machine is set up.
@@ -28,6 +30,10 @@ pub struct Options {
     pub line: Line,
     /// What containerd is told.
     pub containerd: Settings,
+    /// Which driver it has.
+    pub driver: Wanted,
+    /// Whether containerd starts the NRI plugin itself, as it does with what lies in `/opt/nri/plugins`.
+    pub nri_by_containerd: bool,
 }
 
 /// A machine. Everything on it ends when it is dropped.
@@ -35,6 +41,10 @@ pub struct Options {
 pub struct Host {
     /// containerd.
     pub containerd: Containerd,
+    /// The driver.
+    pub driver: Driver,
+    /// The product's daemons; none run until they are started.
+    pub vcuda: Vcuda,
     cache: Cache,
     folder: Folder,
 }
@@ -46,7 +56,17 @@ struct Folder(PathBuf);
 impl Options {
     /// A machine as it should be, on the line of containerd that the environment names.
     pub fn from_env() -> Result<Self> {
-        Ok(Self { line: Line::from_env()?, containerd: Settings { cdi: true, nri: true } })
+        Ok(Self::on(Line::from_env()?))
+    }
+
+    /// A machine as it should be, with two simulated GPUs.
+    pub fn on(line: Line) -> Self {
+        Self {
+            line,
+            containerd: Settings { cdi: true, nri: true },
+            driver: Wanted::Simulated(2),
+            nri_by_containerd: false,
+        }
     }
 }
 
@@ -82,12 +102,17 @@ impl Drop for Folder {
 }
 
 impl Host {
-    /// Brings up containerd.
+    /// Brings up containerd and the driver.
     pub async fn start(options: &Options) -> Result<Self> {
         let cache = Cache::find()?;
         let folder = Folder::new()?;
+        let driver = Driver::start(&folder, options.driver)?;
+        let vcuda = Vcuda::new(&folder, driver.root())?;
+        if options.nri_by_containerd {
+            vcuda.let_containerd_start_it(&folder)?;
+        }
         let containerd = Containerd::start(&cache, options.line, &folder, options.containerd).await?;
-        let host = Self { containerd, cache, folder };
+        let host = Self { containerd, driver, vcuda, cache, folder };
         host.import(&Image::pause())?;
         Ok(host)
     }

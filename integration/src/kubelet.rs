@@ -176,24 +176,31 @@ impl Kubelet {
     /// Admits a pod and runs it: init containers to their end, then the others. An error reads as the pod's event
     /// would; what was started by then is taken down again.
     pub async fn run(&self, pod: &Pod) -> Result<RunningPod> {
-        if let Err(error) = self.admit(pod).await {
-            self.forget(&pod.uid)?;
-            return Err(error);
-        }
-        let config = self.sandbox_config(pod);
-        let sandbox = match self.cri.run_sandbox(&config).await {
-            Ok(sandbox) => sandbox,
-            Err(error) => {
-                self.forget(&pod.uid)?;
-                return Err(error);
-            }
-        };
-        let mut running =
-            RunningPod { pod: pod.clone(), sandbox, containers: BTreeMap::new(), attempts: BTreeMap::new() };
+        let mut running = self.begin(pod).await?;
         match self.run_containers(&mut running).await {
             Ok(()) => Ok(running),
             Err(error) => {
                 self.delete(&running).await.context("cleaning up after a failed start")?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Admits a pod and starts its sandbox, but none of its containers.
+    pub async fn begin(&self, pod: &Pod) -> Result<RunningPod> {
+        let sandbox = async {
+            self.admit(pod).await?;
+            self.cri.run_sandbox(&self.sandbox_config(pod)).await
+        };
+        match sandbox.await {
+            Ok(sandbox) => Ok(RunningPod {
+                pod: pod.clone(),
+                sandbox,
+                containers: BTreeMap::new(),
+                attempts: BTreeMap::new(),
+            }),
+            Err(error) => {
+                self.forget(&pod.uid)?;
                 Err(error)
             }
         }
@@ -310,13 +317,19 @@ impl Kubelet {
     }
 
     async fn start_container(&self, running: &mut RunningPod, container: &Container) -> Result<()> {
+        let id = self.create_container(running, container).await?;
+        self.cri.start(&id).await
+    }
+
+    /// Creates a container of a pod, without starting it; returns its ID.
+    pub async fn create_container(&self, running: &mut RunningPod, container: &Container) -> Result<String> {
         let attempt = running.attempts.entry(container.name.clone()).or_default();
         let config = self.container_config(&running.pod, container, *attempt).await?;
         *attempt += 1;
         let sandbox_config = self.sandbox_config(&running.pod);
         let id = self.cri.create(&running.sandbox, &config, &sandbox_config).await?;
         running.containers.insert(container.name.clone(), id.clone());
-        self.cri.start(&id).await
+        Ok(id)
     }
 
     async fn wait_for_success(&self, id: &str) -> Result<()> {

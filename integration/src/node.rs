@@ -1,29 +1,123 @@
 //! A machine with kubelet's stand-in.
 
-use std::ops::{Deref, DerefMut};
+use std::{
+    ops::{AsyncFn, Deref, DerefMut},
+    time::{Duration, Instant},
+};
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail};
 
 use crate::{
     host::{Host, Options},
     kubelet::Kubelet,
+    probe,
 };
+
+/// Both resources are offered within a second; a busy machine may need a while.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What went away is gone from the books within milliseconds.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The release whose C library the tests' usual image has.
+const RELEASE: &str = "bookworm";
 
 /// A node.
 #[derive(Debug)]
 pub struct Node {
     /// kubelet's stand-in.
     pub kubelet: Kubelet,
+    image: String,
     host: Host,
 }
 
 impl Node {
-    /// Brings up containerd and kubelet's stand-in.
+    /// Brings up containerd, the driver and kubelet's stand-in.
     pub async fn start(options: &Options) -> Result<Self> {
         let host = Host::start(options).await?;
-        let kubelet =
-            Kubelet::start(&host.folder().join("kubelet"), &host.cgroup(), host.cri().clone()).await?;
-        Ok(Self { kubelet, host })
+        let folder = host.vcuda.file().paths.kubelet.clone();
+        let kubelet = Kubelet::start(&folder, &host.cgroup(), host.cri().clone()).await?;
+        let image = probe::image(RELEASE)?;
+        host.import(&image)?;
+        Ok(Self { kubelet, image: image.name().into(), host })
+    }
+
+    /// Brings up everything, and waits until shares are on offer.
+    pub async fn with_vcuda(options: &Options) -> Result<Self> {
+        let mut node = Self::start(options).await?;
+        node.vcuda.start_device_plugin()?;
+        node.vcuda.start_nri_plugin().await?;
+        node.wait_for_offer().await?;
+        Ok(node)
+    }
+
+    /// Waits until both resources are on offer.
+    pub async fn wait_for_offer(&mut self) -> Result<()> {
+        let resources = self.vcuda.resources();
+        let offered = self.kubelet.wait_for(&resources, START_TIMEOUT).await;
+        self.vcuda.device_plugin()?.check_running()?;
+        let Err(error) = offered else { return Ok(()) };
+        let words = self.vcuda.device_plugin()?.tail();
+        Err(error.context(format!("vcuda-device-plugin's last words:\n{words}")))
+    }
+
+    /// Name of an image with the probe in it.
+    pub fn image(&self) -> &str {
+        &self.image
+    }
+
+    /// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.
+    pub async fn hold(&self, container: &str, mib: u64) -> Result<String> {
+        let script = format!("{} --alloc {mib} --hold >/tmp/held 2>&1 & echo $!", probe::PATH);
+        let process = self.cri().exec(container, &["sh", "-c", &script]).await?.stdout.trim().to_owned();
+        let deadline = Instant::now() + SETTLE_TIMEOUT;
+        loop {
+            let line = self.cri().exec(container, &["cat", "/tmp/held"]).await?.stdout;
+            if line.ends_with('\n') {
+                let report = probe::parse(&line).with_context(|| line.clone())?;
+                if report.allocs.first().is_none_or(|alloc| alloc.result != 0) {
+                    bail!("{mib} MiB were refused: {line}");
+                }
+                return Ok(process);
+            }
+            if Instant::now() > deadline {
+                bail!("cuda-probe --hold printed nothing: {line}");
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits until `done` says so.
+    pub async fn wait_until(&self, what: &str, within: Duration, done: impl AsyncFn() -> bool) -> Result<()> {
+        let deadline = Instant::now() + within;
+        while !done().await {
+            if Instant::now() > deadline {
+                bail!("not within {within:?}: {what}");
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// Fails unless nothing is left: no container runs, no share is on record, no GPU memory is in use.
+    pub async fn assert_empty(&self) {
+        let left = async || -> Result<String> {
+            let running = self.cri().running().await?;
+            let shares = self.vcuda.shares();
+            let used = self.driver.used_bytes()?;
+            let nothing = running.is_empty() && shares.is_empty() && used == 0;
+            Ok(if nothing {
+                String::new()
+            } else {
+                format!("containers {running:?}, shares {shares:?}, {used} bytes of GPU memory")
+            })
+        };
+        let clean = self.wait_until("nothing is left", SETTLE_TIMEOUT, async || {
+            left().await.is_ok_and(|left| left.is_empty())
+        });
+        if clean.await.is_err() {
+            panic!("left over: {:?}", left().await);
+        }
     }
 }
 

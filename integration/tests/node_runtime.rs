@@ -1,16 +1,21 @@
 //! The harness against plain containerd: what must work before any GPU comes into it.
 
 use integration::{
+    driver::Wanted,
     host::Options,
     image::Image,
     node::Node,
     pod::{Container, Pod},
 };
 
+async fn bare_node() -> anyhow::Result<Node> {
+    Node::start(&Options { driver: Wanted::None, ..Options::from_env()? }).await
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
 async fn pods_run_in_images_of_every_c_library() {
-    let node = Node::start(&Options::from_env().unwrap()).await.unwrap();
+    let node = bare_node().await.unwrap();
     for (name, release, libc) in
         [("bullseye", "bullseye", "2.31"), ("bookworm", "bookworm", "2.36"), ("trixie", "trixie", "2.41")]
     {
@@ -30,7 +35,7 @@ async fn pods_run_in_images_of_every_c_library() {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
 async fn running_containers_survive_a_containerd_restart() {
-    let mut node = Node::start(&Options::from_env().unwrap()).await.unwrap();
+    let mut node = bare_node().await.unwrap();
     node.import(&Image::busybox("local/busybox:1")).unwrap();
     let pod = Pod::new("plain", Container::new("main", "local/busybox:1").env("WHO", "me"));
     let running = node.kubelet.run(&pod).await.unwrap();

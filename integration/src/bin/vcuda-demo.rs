@@ -1,0 +1,403 @@
+//! The demo: two pods share a GPU, each under its own ceiling, a third has none; then the NRI plugin is stopped, and
+//! the next share is refused instead of running unenforced. Started by `integration/demo`.
+
+#![forbid(unsafe_code)]
+
+use std::{fmt::Write as _, io::IsTerminal, process::ExitCode};
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use integration::{
+    cache::Line,
+    cri::ContainerInfo,
+    driver::Wanted,
+    host::Options,
+    node::Node,
+    pod::{Container, Pod},
+    probe::{self, OUT_OF_MEMORY, Report},
+};
+use serde::Serialize;
+use vcuda_config::MEMORY_UNIT_BYTES;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Shows vcuda at work: pods that share a GPU, and one that is refused.
+///
+/// Exit codes: 0 all was as it should be, 1 something was not, 2 usage.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Which driver.
+    #[arg(long, value_enum, default_value = "simulated")]
+    driver: DriverChoice,
+    /// How to print: for people, or one JSON object.
+    #[arg(short, long, value_enum, default_value = "text")]
+    output: Output,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DriverChoice {
+    Simulated,
+    Real,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    Text,
+    Json,
+}
+
+/// What the demo saw.
+#[derive(Serialize)]
+struct Seen {
+    /// "simulated" or "real", and the driver's version.
+    driver: String,
+    /// Name and version.
+    containerd: String,
+    gpus: Vec<GpuSeen>,
+    pods: Vec<PodSeen>,
+    without_nri: Refusal,
+}
+
+/// A GPU of the node.
+#[derive(Serialize)]
+struct GpuSeen {
+    uuid: String,
+    name: String,
+    memory_bytes: u64,
+}
+
+/// What a pod sees from inside.
+#[derive(Serialize)]
+struct PodSeen {
+    name: &'static str,
+    /// Percent of one GPU asked for.
+    core: u32,
+    /// Device memory asked for.
+    memory_bytes: u64,
+    gpus_visible: usize,
+    /// UUID of the first GPU it sees.
+    gpu: Option<String>,
+    total_memory_bytes: u64,
+    alloc_within: Option<Attempt>,
+    alloc_over: Option<Attempt>,
+}
+
+/// An allocation and CUDA's answer.
+#[derive(Clone, Copy, Serialize)]
+struct Attempt {
+    bytes: u64,
+    result: &'static str,
+}
+
+/// What became of a share while the NRI plugin was stopped.
+#[derive(Serialize)]
+struct Refusal {
+    started: bool,
+    message: String,
+}
+
+/// One pod of the demo, before it runs.
+struct Ask {
+    name: &'static str,
+    core: u32,
+    units: u32,
+}
+
+const PODS: [Ask; 3] = [
+    Ask { name: "trainer", core: 20, units: 32 },
+    Ask { name: "server", core: 50, units: 30 },
+    Ask { name: "website", core: 0, units: 0 },
+];
+
+impl Ask {
+    fn memory_bytes(&self) -> u64 {
+        u64::from(self.units) * MEMORY_UNIT_BYTES
+    }
+
+    /// Sizes of an allocation that fits the share, and of one that does not fit any more.
+    fn attempts(&self) -> [u64; 2] {
+        let memory = self.memory_bytes();
+        [memory * 3 / 4, memory]
+    }
+
+    /// Whether a pod's view is what its share says.
+    fn is_met_by(&self, seen: &PodSeen) -> bool {
+        if self.units == 0 {
+            return seen.gpus_visible == 0 && seen.total_memory_bytes == 0;
+        }
+        let answer = |attempt: Option<Attempt>| attempt.map(|attempt| attempt.result);
+        seen.gpus_visible == 1
+            && seen.total_memory_bytes == self.memory_bytes()
+            && answer(seen.alloc_within) == Some(result_name(0))
+            && answer(seen.alloc_over) == Some(result_name(OUT_OF_MEMORY))
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let outcome = tokio::runtime::Runtime::new().context("tokio").and_then(|runtime| {
+        runtime.block_on(async {
+            // The node is taken down when it is dropped, so an interrupt must end this function, not the process.
+            tokio::select! {
+                outcome = show(&arguments) => outcome,
+                _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted; everything was removed")),
+            }
+        })
+    });
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the demo; says whether all was as it should be.
+async fn show(arguments: &Arguments) -> Result<bool> {
+    let page = Page { loud: arguments.output == Output::Text, color: std::io::stdout().is_terminal() };
+    let driver = match arguments.driver {
+        DriverChoice::Simulated => Wanted::Simulated(2),
+        DriverChoice::Real => Wanted::Real,
+    };
+    let options = Options { driver, ..Options::on(Line::V2) };
+    let mut node = Node::with_vcuda(&options).await?;
+    let seen_driver = format!("{} {}", driver.name(), node.driver.version()?);
+    let containerd = node.cri().version().await?;
+    let gpus: Vec<_> = node
+        .driver
+        .gpus()?
+        .into_iter()
+        .map(|gpu| GpuSeen { uuid: gpu.uuid, name: gpu.name, memory_bytes: gpu.total_bytes })
+        .collect();
+    page.title("node", &format!("{containerd}, driver {seen_driver}, kubelet's protocol by a stand-in"));
+    for gpu in &gpus {
+        page.line(&format!("{}  {}  {}", short(&gpu.uuid), gpu.name, size(gpu.memory_bytes)));
+    }
+    let [core, memory] = node.vcuda.resources();
+    let offer = format!(
+        "offers {} {core} and {} {memory}",
+        node.kubelet.allocatable(&core),
+        node.kubelet.allocatable(&memory)
+    );
+    page.line(&offer);
+
+    page.title("pods", "side by side, what each sees from inside");
+    page.line(&page.dim(&row(["POD", "ASKS FOR", "GPU", "SEES", "WITHIN", "PAST THE CEILING"])));
+    let (mut pods, mut running) = (vec![], vec![]);
+    for ask in &PODS {
+        let container = Container::new("main", node.image()).share(ask.core, ask.units);
+        running.push(node.kubelet.run(&Pod::new(ask.name, container)).await?);
+    }
+    for (ask, pod) in PODS.iter().zip(&running) {
+        let seen = look(&node, ask, pod.id("main")).await?;
+        page.line(&seen.row(&page, ask));
+        pods.push(seen);
+    }
+    page.title("inside", &format!("what containerd was told to give {}", PODS[0].name));
+    for line in inside(&node.cri().info(running[0].id("main")).await?) {
+        page.line(&line);
+    }
+
+    page.title("fail closed", "the same pod once more, with vcuda-nri-plugin stopped");
+    node.vcuda.nri_plugin()?.terminate()?;
+    let again = Pod::new("late", Container::new("main", node.image()).share(PODS[0].core, PODS[0].units));
+    let without_nri = match node.kubelet.run(&again).await {
+        Ok(pod) => {
+            running.push(pod);
+            Refusal { started: true, message: String::new() }
+        }
+        Err(error) => Refusal { started: false, message: sentence(&format!("{error:#}")) },
+    };
+    page.line(&match &without_nri {
+        Refusal { started: true, .. } => page.bad("late  started, unenforced"),
+        Refusal { message, .. } => format!("late  {}  {message}", page.good("refused")),
+    });
+    let plain = node.kubelet.run(&Pod::new("other", Container::new("main", node.image()))).await;
+    page.line(&match &plain {
+        Ok(_) => format!("other {}  it asked for no share", page.good("runs")),
+        Err(error) => page.bad(&format!("other {error:#}")),
+    });
+    let plain_runs = plain.is_ok();
+    running.extend(plain.ok());
+
+    node.vcuda.start_nri_plugin().await?;
+    for pod in &running {
+        node.kubelet.delete(pod).await?;
+    }
+    node.assert_empty().await;
+    drop(node);
+
+    let met = PODS.iter().zip(&pods).all(|(ask, seen)| ask.is_met_by(seen));
+    let shared = pods[0].gpu.is_some() && pods[0].gpu == pods[1].gpu;
+    let refused = !without_nri.started && without_nri.message.contains("vcuda-nri-plugin");
+    let good = met && shared && refused && plain_runs;
+    page.title(
+        "done",
+        if good { "all as it should be; everything was removed" } else { "NOT as it should be" },
+    );
+    if arguments.output == Output::Json {
+        let seen = Seen { driver: seen_driver, containerd, gpus, pods, without_nri };
+        println!("{}", serde_json::to_string_pretty(&seen)?);
+    }
+    Ok(good)
+}
+
+/// Looks at a pod from inside.
+async fn look(node: &Node, ask: &Ask, container: &str) -> Result<PodSeen> {
+    let sizes = ask.attempts().map(|bytes| (bytes / MIB).to_string());
+    // Each attempt is a process of its own, so that the second stands alone.
+    let mut reports: Vec<Report> = vec![];
+    for mib in &sizes {
+        let arguments: &[&str] = if ask.units == 0 { &[] } else { &["--alloc", mib] };
+        reports.push(probe::run(node.cri(), container, arguments).await?);
+    }
+    let attempt = |report: &Report| {
+        report.allocs.first().map(|alloc| Attempt { bytes: alloc.bytes, result: result_name(alloc.result) })
+    };
+    let gpu = reports[0].gpus.first();
+    Ok(PodSeen {
+        name: ask.name,
+        core: ask.core,
+        memory_bytes: ask.memory_bytes(),
+        gpus_visible: reports[0].gpus.len(),
+        gpu: gpu.map(|gpu| gpu.uuid.clone()),
+        total_memory_bytes: gpu.map_or(0, |gpu| gpu.total_bytes),
+        alloc_within: attempt(&reports[0]),
+        alloc_over: attempt(&reports[1]),
+    })
+}
+
+impl PodSeen {
+    fn row(&self, page: &Page, ask: &Ask) -> String {
+        let asks = if ask.units == 0 {
+            "nothing".into()
+        } else {
+            format!("{} core, {}", ask.core, size(ask.memory_bytes()))
+        };
+        let sees = match self.gpus_visible {
+            0 => "no GPU".into(),
+            count => format!("{count} GPU, {}", size(self.total_memory_bytes)),
+        };
+        let attempt = |attempt: Option<Attempt>| {
+            attempt.map_or_else(
+                || "-".into(),
+                |attempt| {
+                    let answer = if attempt.result == result_name(0) { "ok" } else { "out of memory" };
+                    format!("{} {answer}", size(attempt.bytes))
+                },
+            )
+        };
+        let gpu = self.gpu.as_deref().map_or("-".into(), short);
+        let text =
+            row([self.name, &asks, &gpu, &sees, &attempt(self.alloc_within), &attempt(self.alloc_over)]);
+        if ask.is_met_by(self) { text } else { page.bad(&text) }
+    }
+}
+
+/// The parts of a container's OCI spec that vcuda put there.
+fn inside(info: &ContainerInfo) -> Vec<String> {
+    let spec = &info.spec;
+    let list = |value: &serde_json::Value, key: &str| -> Vec<String> {
+        let items = value.as_array().into_iter().flatten();
+        items.filter_map(|item| item[key].as_str()).map(Into::into).collect()
+    };
+    let devices = list(&spec["linux"]["devices"], "path");
+    let devices: Vec<_> = devices.into_iter().filter(|path| path.contains("nvidia")).collect();
+    let env = spec["process"]["env"].as_array().into_iter().flatten().filter_map(|entry| entry.as_str());
+    let env: Vec<_> = env
+        .filter(|entry| entry.starts_with("LD_") || entry.starts_with("NVIDIA_"))
+        .map(String::from)
+        .collect();
+    let mounts = list(&spec["mounts"], "destination");
+    let own = ["/usr/local/vcuda/", "/etc/ld.so.preload", "libcuda.so", "libnvidia-ml.so"];
+    let mounts: Vec<_> =
+        mounts.into_iter().filter(|path| own.iter().any(|part| path.contains(part))).collect();
+    let hooks = spec["hooks"]["createContainer"].as_array().into_iter().flatten();
+    let hooks: Vec<_> = hooks.filter_map(|hook| hook["args"][1].as_str()).map(String::from).collect();
+    let mut lines = vec![];
+    for (name, items) in [("devices", devices), ("mounts", mounts), ("env", env), ("hooks", hooks)] {
+        for (at, item) in items.iter().enumerate() {
+            lines.push(format!("{:<8} {item}", if at == 0 { name } else { "" }));
+        }
+    }
+    lines
+}
+
+/// The guard's sentence out of what the runtime wraps around it.
+fn sentence(error: &str) -> String {
+    let said = error.rsplit_once("stderr: ").map_or(error, |(_, said)| said);
+    said.trim().trim_end_matches(": unknown").trim().to_owned()
+}
+
+/// The name of a `CUresult` (cuda.h).
+fn result_name(code: i32) -> &'static str {
+    match code {
+        0 => "CUDA_SUCCESS",
+        OUT_OF_MEMORY => "CUDA_ERROR_OUT_OF_MEMORY",
+        _ => "another error",
+    }
+}
+
+fn short(uuid: &str) -> String {
+    format!("{}…", uuid.get(..12).unwrap_or(uuid))
+}
+
+/// A size in GiB, with a decimal where it needs one.
+fn size(bytes: u64) -> String {
+    if bytes.is_multiple_of(GIB) {
+        format!("{} GiB", bytes / GIB)
+    } else {
+        let tenths = bytes * 10 / GIB;
+        format!("{}.{} GiB", tenths / 10, tenths % 10)
+    }
+}
+
+fn row(cells: [&str; 6]) -> String {
+    let mut line = String::new();
+    for (cell, width) in cells.iter().zip([9, 18, 15, 16, 12, 0]) {
+        let _ = write!(line, "{cell:<width$}");
+    }
+    line.trim_end().to_owned()
+}
+
+/// Where it is printed.
+struct Page {
+    loud: bool,
+    color: bool,
+}
+
+impl Page {
+    fn title(&self, what: &str, more: &str) {
+        self.print(&format!("\n{} {}", self.paint("1", what), self.dim(more)));
+    }
+
+    fn line(&self, text: &str) {
+        self.print(&format!("  {text}"));
+    }
+
+    fn print(&self, text: &str) {
+        if self.loud {
+            println!("{text}");
+        }
+    }
+
+    fn dim(&self, text: &str) -> String {
+        self.paint("2", text)
+    }
+
+    fn good(&self, text: &str) -> String {
+        self.paint("32", text)
+    }
+
+    fn bad(&self, text: &str) -> String {
+        self.paint("31", text)
+    }
+
+    fn paint(&self, code: &str, text: &str) -> String {
+        if self.color { format!("\x1b[{code}m{text}\x1b[0m") } else { text.into() }
+    }
+}

@@ -1,0 +1,96 @@
+//! What `cuda-probe` reports from inside a container. Sizes in bytes.
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+use crate::{cri::Cri, image::Image};
+
+/// Where the tests' images have it.
+pub const PATH: &str = "/usr/local/bin/cuda-probe";
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+pub const OUT_OF_MEMORY: i32 = 2;
+
+/// One report.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Report {
+    /// The first call that failed, if one did.
+    pub error: Option<String>,
+    /// CUDA version of the driver, such as 12040.
+    pub cuda_version: i32,
+    /// GPUs as CUDA shows them.
+    pub gpus: Vec<Gpu>,
+    /// `cuMemGetInfo` before anything was allocated.
+    pub memory: Option<Memory>,
+    /// What was asked for with `--alloc`.
+    pub allocs: Vec<Allocation>,
+    /// What `--fill` got.
+    pub filled: Option<Allocation>,
+    /// `cuMemGetInfo` after all allocations.
+    pub memory_after: Option<Memory>,
+    /// `cuMemGetInfo` after everything was freed.
+    pub memory_freed: Option<Memory>,
+    /// GPUs as NVML shows them.
+    pub nvml: Vec<NvmlGpu>,
+}
+
+/// A GPU as CUDA shows it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Gpu {
+    /// Model.
+    pub name: String,
+    /// UUID.
+    pub uuid: String,
+    /// `cuDeviceTotalMem`.
+    pub total_bytes: u64,
+}
+
+/// Memory as `cuMemGetInfo` shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Memory {
+    /// Free.
+    pub free_bytes: u64,
+    /// All.
+    pub total_bytes: u64,
+}
+
+/// A GPU as NVML shows it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct NvmlGpu {
+    /// UUID.
+    pub uuid: String,
+    /// All.
+    pub total_bytes: u64,
+    /// Free.
+    pub free_bytes: u64,
+    /// In use.
+    pub used_bytes: u64,
+}
+
+/// An attempt to get memory.
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub struct Allocation {
+    /// How much.
+    pub bytes: u64,
+    /// `CUresult`.
+    pub result: i32,
+}
+
+/// An image with the C library of a Debian release, and the probe.
+pub fn image(release: &str) -> Result<Image> {
+    let probe = crate::cache::dist()?.join("test/cuda-probe");
+    Ok(Image::debian(&format!("local/cuda-{release}:1"), release).copy(PATH, &probe))
+}
+
+/// Runs the probe in a container.
+pub async fn run(cri: &Cri, container: &str, arguments: &[&str]) -> Result<Report> {
+    let mut command = vec![PATH];
+    command.extend(arguments);
+    let exec = cri.exec(container, &command).await?;
+    parse(&exec.stdout).with_context(|| format!("cuda-probe: {exec:?}"))
+}
+
+/// Reads the line that the probe prints.
+pub fn parse(line: &str) -> Result<Report> {
+    Ok(serde_json::from_str(line.trim())?)
+}

@@ -1,0 +1,193 @@
+//! The main job: a pod asks for a share and gets it, no more and no less.
+
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
+use std::time::Duration;
+
+use integration::{
+    driver::Wanted,
+    host::Options,
+    node::Node,
+    pod::{Container, Pod},
+    probe::{self, OUT_OF_MEMORY},
+};
+use serde_json::Value;
+
+const GIB: u64 = 1 << 30;
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_pod_gets_its_share_and_no_more() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let running = node.kubelet.run(&pod).await.unwrap();
+
+    let report =
+        probe::run(node.cri(), running.id("main"), &["--alloc", "6144", "--alloc", "3072", "--free"]);
+    let report = report.await.unwrap();
+    assert_eq!(report.error, None);
+    assert_eq!(report.gpus.len(), 1, "{report:?}");
+    assert_eq!(report.gpus[0].total_bytes, 8 * GIB);
+    assert_eq!(report.memory.unwrap().total_bytes, 8 * GIB);
+    assert_eq!(report.allocs[0].result, 0, "6 of 8 GiB: {report:?}");
+    assert_eq!(report.allocs[1].result, OUT_OF_MEMORY, "9 of 8 GiB: {report:?}");
+    let after = report.memory_after.unwrap();
+    assert!(after.free_bytes <= 2 * GIB, "{report:?}");
+    assert_eq!(report.memory_freed, report.memory, "freed memory comes back: {report:?}");
+    assert_eq!(report.nvml.len(), 1, "{report:?}");
+    assert_eq!(report.nvml[0].total_bytes, 8 * GIB);
+    assert_eq!(report.nvml[0].uuid, report.gpus[0].uuid);
+    assert_eq!(report.nvml[0].used_bytes + report.nvml[0].free_bytes, 8 * GIB, "{report:?}");
+
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn two_pods_share_one_gpu_side_by_side() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let small = Pod::new("small", Container::new("main", node.image()).share(20, 32));
+    let large = Pod::new("large", Container::new("main", node.image()).share(50, 30));
+    let small = node.kubelet.run(&small).await.unwrap();
+    let large = node.kubelet.run(&large).await.unwrap();
+
+    node.hold(small.id("main"), 6144).await.unwrap();
+    let fill = probe::run(node.cri(), large.id("main"), &["--fill", "256"]).await.unwrap();
+    assert_eq!(fill.gpus[0].total_bytes, 30 * (GIB / 4));
+    assert_eq!(fill.filled.unwrap().result, OUT_OF_MEMORY);
+    assert!(fill.filled.unwrap().bytes > 6 * GIB, "{fill:?}");
+    assert!(fill.filled.unwrap().bytes <= 30 * (GIB / 4), "{fill:?}");
+    let view = probe::run(node.cri(), small.id("main"), &[]).await.unwrap();
+    assert_eq!(view.gpus[0].uuid, fill.gpus[0].uuid, "both fit one GPU, so both get one GPU");
+    assert!(view.memory.unwrap().free_bytes <= 2 * GIB, "its own 6 GiB count: {view:?}");
+
+    for running in [&small, &large] {
+        node.kubelet.delete(running).await.unwrap();
+    }
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_killed_process_gives_its_memory_back() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let pod = Pod::new("killed", Container::new("main", node.image()).share(20, 32));
+    let running = node.kubelet.run(&pod).await.unwrap();
+    for _ in 0..5 {
+        let process = node.hold(running.id("main"), 6144).await.unwrap();
+        let refused = probe::run(node.cri(), running.id("main"), &["--alloc", "6144"]).await.unwrap();
+        assert_eq!(refused.allocs[0].result, OUT_OF_MEMORY, "{refused:?}");
+        node.cri().exec(running.id("main"), &["kill", "-9", &process]).await.unwrap();
+        node.wait_until("the memory is back", Duration::from_secs(5), async || {
+            let again = probe::run(node.cri(), running.id("main"), &["--alloc", "6144"]).await;
+            again.is_ok_and(|report| report.allocs[0].result == 0)
+        })
+        .await
+        .unwrap();
+    }
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_whole_gpu_comes_whole_and_without_the_shim() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let whole = Pod::new("whole", Container::new("main", node.image()).share(100, 0));
+    let whole = node.kubelet.run(&whole).await.unwrap();
+    let share = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let share = node.kubelet.run(&share).await.unwrap();
+
+    let report = probe::run(node.cri(), whole.id("main"), &["--alloc", "20480"]).await.unwrap();
+    assert_eq!(report.gpus.len(), 1, "{report:?}");
+    assert_eq!(report.allocs[0].result, 0, "{report:?}");
+    let env = node.cri().exec(whole.id("main"), &["env"]).await.unwrap().stdout;
+    assert!(!env.contains("LD_PRELOAD"), "{env}");
+    let other = probe::run(node.cri(), share.id("main"), &[]).await.unwrap();
+    assert_ne!(other.gpus[0].uuid, report.gpus[0].uuid, "a whole GPU is nobody else's");
+
+    for running in [&whole, &share] {
+        node.kubelet.delete(running).await.unwrap();
+    }
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_container_with_a_share_has_the_device_nodes_of_its_gpu_alone() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let pod = Pod::new("nodes", Container::new("main", node.image()).share(20, 32));
+    let running = node.kubelet.run(&pod).await.unwrap();
+    let spec = node.cri().info(running.id("main")).await.unwrap().spec;
+    let devices: Vec<_> = spec["linux"]["devices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|device| device["path"].as_str())
+        .filter(|path| path.starts_with("/dev/nvidia"))
+        .collect();
+    assert!(devices.contains(&"/dev/nvidiactl"), "{devices:?}");
+    assert!(devices.contains(&"/dev/nvidia-uvm"), "{devices:?}");
+    let gpus = devices.iter().filter(|path| path["/dev/nvidia".len()..].parse::<u32>().is_ok()).count();
+    assert_eq!(gpus, 1, "{devices:?}");
+    let privileged = spec["process"]["capabilities"]["bounding"].to_string();
+    assert!(!privileged.contains("CAP_SYS_ADMIN"), "{privileged}");
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_pod_without_a_share_is_what_it_is_without_vcuda() {
+    let mut options = Options::from_env().unwrap();
+    options.driver = Wanted::None;
+    let plain = Node::start(&options).await.unwrap();
+    let pod = Pod::new(
+        "plain",
+        Container::new("main", plain.image()).env("LD_PRELOAD", "").command(&["sleep", "inf"]),
+    );
+    let before = spec_of(&plain, &pod).await;
+    drop(plain);
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let after = spec_of(&node, &pod).await;
+    assert_eq!(before, after);
+    node.assert_empty().await;
+}
+
+/// A container's OCI spec without what differs from one container to the next: IDs and the node's folder.
+async fn spec_of(node: &Node, pod: &Pod) -> Value {
+    let running = node.kubelet.run(pod).await.unwrap();
+    let id = running.id("main").to_owned();
+    let spec = node.cri().info(&id).await.unwrap().spec.to_string();
+    let sandbox_pid =
+        spec.split("/proc/").nth(1).and_then(|rest| rest.split('/').next()).unwrap_or("-").to_owned();
+    node.kubelet.delete(&running).await.unwrap();
+    let spec = spec
+        .replace(&id, "CONTAINER")
+        .replace(&running.sandbox, "SANDBOX")
+        .replace(&format!("/proc/{sandbox_pid}/"), "/proc/PID/")
+        .replace(&node.folder().display().to_string(), "FOLDER")
+        .replace(&node.cgroup(), "/CGROUP");
+    serde_json::from_str(&spec).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn requests_that_can_never_be_met_are_refused_with_field_and_remedy() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    for (core, memory, says) in [
+        (150, 0, ["150", "multiple of 100"]),
+        (20, 0, ["vcuda-memory is missing", "256 MiB"]),
+        (0, 32, ["vcuda-core is missing", "at least 1 core"]),
+    ] {
+        let pod = Pod::new("impossible", Container::new("main", node.image()).share(core, memory));
+        let error = node.kubelet.run(&pod).await.expect_err("it can never be met");
+        let error = format!("{error:#}");
+        assert!(says.iter().all(|word| error.contains(word)), "{core} core, {memory} memory: {error}");
+    }
+    let pod = Pod::new("after", Container::new("main", node.image()).share(20, 32));
+    let running = node.kubelet.run(&pod).await.unwrap();
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
