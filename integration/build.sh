@@ -45,5 +45,5 @@ put "$target/$built/sim-gpud" "$out/sim/sim-gpud"
 put "$target/floor/$triple/$built/libsim_cuda.so" "$out/sim/libcuda.so"
 put "$target/floor/$triple/$built/libsim_nvml.so" "$out/sim/libnvidia-ml.so"
 put "$target/floor/$triple/$built/cuda-probe" "$out/test/cuda-probe"
-put "$target/$built/vcuda-demo" "$out/test/vcuda-demo"
+for program in vcuda-demo vcuda-bench; do put "$target/$built/$program" "$out/test/$program"; done
 say "all there: $out"

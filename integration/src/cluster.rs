@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::{
     containerd::socket,
     host::{Host, Options},
+    probe,
     process::{Process, run},
 };
 
@@ -105,16 +106,35 @@ impl Cluster {
         Ok(cluster)
     }
 
+    /// Brings up everything, and waits until the node offers shares.
+    pub async fn with_vcuda(binaries: &Path, options: &Options) -> Result<Self> {
+        let mut cluster = Self::start(binaries, options).await?;
+        cluster.vcuda.start_device_plugin()?;
+        cluster.vcuda.start_nri_plugin().await?;
+        cluster.import(&probe::image("bookworm")?)?;
+        cluster.wait_for_offer().await?;
+        Ok(cluster)
+    }
+
+    /// Waits until the node offers both resources.
+    pub async fn wait_for_offer(&mut self) -> Result<()> {
+        let resources = self.vcuda.resources();
+        let offered = |cluster: &Self| {
+            resources.iter().all(|resource| cluster.allocatable(resource).is_ok_and(|units| units > 0))
+        };
+        self.wait_until("both resources are on offer", START_TIMEOUT, offered).await
+    }
+
+    /// Name of an image with the probe in it.
+    pub fn image(&self) -> &'static str {
+        "local/cuda-bookworm:1"
+    }
+
     /// Kills kubelet with SIGKILL and starts it anew; containers run on.
     pub fn restart_kubelet(&mut self) -> Result<()> {
         self.kubelet.kill();
         self.kubelet = spawn_kubelet(&self.binaries, &self.host)?;
         Ok(())
-    }
-
-    /// kubelet's device plugin folder, as all but kubelet see it.
-    pub fn device_plugins(&self) -> PathBuf {
-        device_plugins(&self.host)
     }
 
     /// Runs kubectl.
@@ -242,16 +262,11 @@ impl DerefMut for Cluster {
     }
 }
 
-fn device_plugins(host: &Host) -> PathBuf {
-    host.folder().join("kubelet/device-plugins")
-}
-
 /// kubelet's device plugin folder is fixed (`k8s.io/kubelet` `constants.go`), so kubelet gets a mount namespace in
 /// which that path is ours. The machine's own stays as it is.
 fn spawn_kubelet(binaries: &Path, host: &Host) -> Result<Process> {
     const FIXED: &str = "/var/lib/kubelet/device-plugins";
-    let plugins = device_plugins(host);
-    fs::create_dir_all(&plugins)?;
+    let plugins = &host.vcuda.file().paths.kubelet;
     fs::create_dir_all(FIXED)?;
     let folder = host.folder().join("kube");
     let mut command = Command::new("unshare");

@@ -1,26 +1,117 @@
 //! A real kubelet, API server and scheduler over the same containerd and the same parts as the node tests.
 
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use integration::{cluster::Cluster, host::Options, image::Image};
-use serde_json::json;
+use integration::{
+    cluster::Cluster,
+    host::Options,
+    probe::{self, OUT_OF_MEMORY},
+};
+use serde_json::{Value, json};
 
-const SOON: Duration = Duration::from_secs(60);
+const SOON: Duration = Duration::from_secs(90);
 
 async fn cluster() -> Result<Cluster> {
     let binaries =
         Cluster::binaries().context("KUBE_BIN_DIR must name the folder with kubelet and its peers")?;
-    Cluster::start(&binaries, &Options::from_env()?).await
+    Cluster::with_vcuda(&binaries, &Options::from_env()?).await
+}
+
+fn share(core: u32, memory: u32) -> Value {
+    json!({"tencent.com/vcuda-core": core, "tencent.com/vcuda-memory": memory})
+}
+
+/// Creates a pod, waits until it runs, and returns its container's ID.
+async fn runs(cluster: &mut Cluster, name: &str, limits: &Value) -> String {
+    cluster.create_pod(name, cluster.image(), &["sleep", "inf"], limits).unwrap();
+    cluster.wait_for_pod(name, SOON).await.unwrap()
+}
+
+/// A share of 8 GiB holds; returns its GPU.
+async fn enforced(cluster: &Cluster, container: &str) -> String {
+    let report = probe::run(cluster.cri(), container, &["--alloc", "6144", "--alloc", "3072"]).await.unwrap();
+    assert_eq!(report.error, None);
+    assert_eq!(report.gpus[0].total_bytes, 8 << 30, "{report:?}");
+    assert_eq!((report.allocs[0].result, report.allocs[1].result), (0, OUT_OF_MEMORY), "{report:?}");
+    report.gpus[0].uuid.clone()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
-async fn a_pod_without_a_share_runs() {
+async fn a_pod_goes_from_apply_to_a_refused_allocation() {
     let mut cluster = cluster().await.unwrap();
-    cluster.import(&Image::busybox("local/busybox:1")).unwrap();
-    cluster.create_pod("plain", "local/busybox:1", &["sleep", "inf"], &json!({})).unwrap();
-    let id = cluster.wait_for_pod("plain", SOON).await.unwrap();
-    assert_eq!(cluster.cri().exec(&id, &["true"]).await.unwrap().code, 0);
-    cluster.delete_pod("plain").unwrap();
+    let first = runs(&mut cluster, "first", &share(20, 32)).await;
+    let second = runs(&mut cluster, "second", &share(50, 32)).await;
+    let plain = runs(&mut cluster, "plain", &json!({})).await;
+    assert_eq!(enforced(&cluster, &first).await, enforced(&cluster, &second).await, "both fit one GPU");
+    let seen = cluster.cri().exec(&plain, &["ls", "/dev"]).await.unwrap().stdout;
+    assert!(!seen.contains("nvidia"), "{seen}");
+    for pod in ["first", "second", "plain"] {
+        cluster.delete_pod(pod).unwrap();
+    }
+    cluster
+        .wait_until("no share is on record", SOON, |cluster| cluster.vcuda.shares().is_empty())
+        .await
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn a_refused_pod_says_why_in_its_events_and_starts_once_it_can() {
+    let mut cluster = cluster().await.unwrap();
+    cluster.vcuda.nri_plugin().unwrap().kill();
+    cluster.create_pod("late", cluster.image(), &["sleep", "inf"], &share(20, 32)).unwrap();
+    let told = |cluster: &Cluster| {
+        cluster
+            .events("late")
+            .is_ok_and(|events| events.iter().any(|event| event.contains("vcuda-nri-plugin")))
+    };
+    cluster.wait_until("the pod's events name vcuda-nri-plugin", SOON, told).await.unwrap();
+    let plain = runs(&mut cluster, "plain", &json!({})).await;
+    assert_eq!(cluster.cri().exec(&plain, &["true"]).await.unwrap().code, 0);
+    // kubelet tries again by itself.
+    cluster.vcuda.start_nri_plugin().await.unwrap();
+    let late = cluster.wait_for_pod("late", SOON).await.unwrap();
+    enforced(&cluster, &late).await;
+    for pod in ["late", "plain"] {
+        cluster.delete_pod(pod).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn a_kubelet_restart_brings_both_resources_back_and_keeps_running_shares() {
+    let mut cluster = cluster().await.unwrap();
+    let resources = cluster.vcuda.resources();
+    let offered = resources.clone().map(|resource| cluster.allocatable(&resource).unwrap());
+    let before = runs(&mut cluster, "before", &share(20, 32)).await;
+    let gpu = enforced(&cluster, &before).await;
+
+    cluster.restart_kubelet().unwrap();
+    let registered = cluster.vcuda.file().paths.kubelet.join("kubelet.sock");
+    cluster.wait_until("kubelet is back", SOON, |_| registered.exists()).await.unwrap();
+    // A new pod with a share proves that both plugins have registered with the new kubelet.
+    let after = runs(&mut cluster, "after", &share(20, 32)).await;
+    enforced(&cluster, &after).await;
+    let back = resources.map(|resource| cluster.allocatable(&resource).unwrap());
+    assert_eq!(back, offered);
+    let (phase, id) = cluster.pod_state("before").unwrap();
+    assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
+    assert_eq!(enforced(&cluster, &before).await, gpu, "the same GPU");
+    for pod in ["before", "after"] {
+        cluster.delete_pod(pod).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn the_manifests_are_accepted_by_the_api_server() {
+    let cluster = cluster().await.unwrap();
+    let manifests = concat!(env!("CARGO_MANIFEST_DIR"), "/../config/deploy/daemonset.yaml");
+    cluster.kubectl(&["apply", "--dry-run=server", "--validate=strict", "-f", manifests], None).unwrap();
+    let pod = concat!(env!("CARGO_MANIFEST_DIR"), "/../config/examples/pod.yaml");
+    cluster.kubectl(&["apply", "--dry-run=server", "--validate=strict", "-f", pod], None).unwrap();
 }

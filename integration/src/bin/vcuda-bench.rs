@@ -1,0 +1,129 @@
+//! What vcuda costs when a pod is created: the same pods with it and without it, turn by turn in one run, so that
+//! what else the machine does hits both alike. Started by `integration/bench`.
+
+#![forbid(unsafe_code)]
+
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use integration::{
+    cache::Line,
+    host::Options,
+    node::Node,
+    pod::{Container, Pod},
+};
+use serde::Serialize;
+
+/// Measures the creation of pods with vcuda and without it.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// How many times each kind of pod is created.
+    #[arg(long, default_value_t = 40)]
+    rounds: usize,
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Time from the admission of a pod to its container's start, in milliseconds.
+#[derive(Serialize)]
+struct Figures {
+    containerd: String,
+    rounds: usize,
+    /// No share asked for, no NRI plugin connected.
+    without_ms: Spread,
+    /// No share asked for, NRI plugin connected.
+    plain_ms: Spread,
+    /// A share asked for and given.
+    share_ms: Spread,
+    /// Medians of the latter two over the first.
+    plain_ratio: f64,
+    share_ratio: f64,
+}
+
+#[derive(Clone, Copy, Serialize)]
+struct Spread {
+    median: f64,
+    p90: f64,
+}
+
+impl Spread {
+    fn of(mut times: Vec<Duration>) -> Self {
+        times.sort();
+        let at = |part: usize| times[(times.len() * part / 100).min(times.len() - 1)].as_secs_f64() * 1e3;
+        Self { median: at(50), p90: at(90) }
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let outcome = tokio::runtime::Runtime::new()
+        .context("tokio")
+        .and_then(|runtime| runtime.block_on(measure(&arguments)));
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn measure(arguments: &Arguments) -> Result<()> {
+    let mut node = Node::with_vcuda(&Options::on(Line::from_env()?)).await?;
+    let plain = Container::new("main", node.image());
+    let share = plain.clone().share(20, 32);
+    let (mut without, mut with, mut shares) = (vec![], vec![], vec![]);
+    // The first pod of each kind reads files that the others find in memory.
+    for round in 0..=arguments.rounds {
+        node.vcuda.nri_plugin()?.terminate()?;
+        let bare = time(&node, &plain).await?;
+        node.vcuda.start_nri_plugin().await?;
+        let beside = time(&node, &plain).await?;
+        let shared = time(&node, &share).await?;
+        if round > 0 {
+            without.push(bare);
+            with.push(beside);
+            shares.push(shared);
+        }
+    }
+    let [without_ms, plain_ms, share_ms] = [without, with, shares].map(Spread::of);
+    let figures = Figures {
+        containerd: node.cri().version().await?,
+        rounds: arguments.rounds,
+        without_ms,
+        plain_ms,
+        share_ms,
+        plain_ratio: plain_ms.median / without_ms.median,
+        share_ratio: share_ms.median / without_ms.median,
+    };
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&figures)?);
+        return Ok(());
+    }
+    println!("pod creation on {}, {} rounds, milliseconds", figures.containerd, figures.rounds);
+    println!("{:<28} {:>8} {:>8} {:>8}", "", "median", "p90", "ratio");
+    for (name, spread, ratio) in [
+        ("no share, without vcuda", without_ms, 1.0),
+        ("no share, with vcuda", plain_ms, figures.plain_ratio),
+        ("share", share_ms, figures.share_ratio),
+    ] {
+        println!("{name:<28} {:>8.1} {:>8.1} {ratio:>8.3}", spread.median, spread.p90);
+    }
+    Ok(())
+}
+
+/// Creates a pod, and removes it again outside the measured time.
+async fn time(node: &Node, container: &Container) -> Result<Duration> {
+    let pod = Pod::new("bench", container.clone());
+    let begin = Instant::now();
+    let running = node.kubelet.run(&pod).await?;
+    let took = begin.elapsed();
+    node.kubelet.delete(&running).await?;
+    Ok(took)
+}
