@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use futures::FutureExt;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
 use thiserror::Error;
 use tokio::{net::UnixStream, time::sleep};
@@ -117,7 +118,8 @@ impl Way {
     ///
     /// When there is no way on: what containerd configured cannot be used.
     pub async fn go(self, stop: impl Future<Output = ()>) -> Result<(), SessionError> {
-        tokio::pin!(stop);
+        // Asked again and again, also after it is done.
+        let stop = stop.shared();
         match self {
             Self::External { identity, node, socket } => {
                 serve_forever(&identity, &node, socket, || true, stop).await;
@@ -130,7 +132,7 @@ impl Way {
                 let stream = launched.stream()?;
                 let ended = tokio::select! {
                     ended = serve_once(stream, &identity, &service) => ended,
-                    () = finish_when(&mut stop, &service) => return Ok(()),
+                    () = finish_when(stop.clone(), &service) => return Ok(()),
                 };
                 let Some(node) = service.node() else { return ended };
                 drop(service);
@@ -150,7 +152,7 @@ async fn serve_forever(
     node: &Arc<Node>,
     socket: PathBuf,
     wanted: impl Fn() -> bool,
-    mut stop: impl Future<Output = ()> + Unpin,
+    stop: impl Future<Output = ()> + Clone,
 ) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
     let mut complained = String::new();
@@ -167,7 +169,7 @@ async fn serve_forever(
         };
         let ended = tokio::select! {
             ended = attempt => ended,
-            () = finish_when(&mut stop, &service) => return,
+            () = finish_when(stop.clone(), &service) => return,
         };
         match ended {
             Ok(()) => {
@@ -184,7 +186,7 @@ async fn serve_forever(
         }
         tokio::select! {
             () = sleep(backoff.pause()) => {}
-            () = &mut stop => return,
+            () = stop.clone() => return,
         }
     }
     tracing::info!("the containerd that started this plugin is gone");
