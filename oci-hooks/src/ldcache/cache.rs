@@ -31,7 +31,8 @@ const OLD_ENTRY: usize = 12;
 const NEW_MAGIC: &[u8] = b"glibc-ld.so.cache1.1";
 /// `struct cache_file_new`: magic, entries, bytes of strings, flags, offset of extensions, three words.
 const NEW_HEADER: usize = 48;
-/// `struct file_entry_new`: flags, key, value, an unused word, hardware capabilities (8 bytes).
+/// `struct file_entry_new`: flags, key, value, least version of Linux (until glibc 2.36), hardware capabilities
+/// (8 bytes).
 const NEW_ENTRY: usize = 24;
 /// `ALIGN_CACHE`: where a new cache starts after the old entries.
 const NEW_ALIGN: usize = 8;
@@ -74,6 +75,8 @@ struct Entry {
     flags: u32,
     key: u32,
     value: u32,
+    /// Least version of Linux; 0 is any.
+    os: u32,
     hwcap: u64,
 }
 
@@ -107,8 +110,13 @@ impl Cache {
         }
         let strings = terminated(&bytes[end..]);
         let entries = bytes[OLD_HEADER..end].chunks_exact(OLD_ENTRY).filter_map(|entry| {
-            let entry =
-                Entry { flags: word(entry, 0)?, key: word(entry, 4)?, value: word(entry, 8)?, hwcap: 0 };
+            let entry = Entry {
+                flags: word(entry, 0)?,
+                key: word(entry, 4)?,
+                value: word(entry, 8)?,
+                os: 0,
+                hwcap: 0,
+            };
             entry.usable(&strings)
         });
         Some(Self { entries: entries.collect(), strings, hwcaps: Vec::new() })
@@ -128,7 +136,7 @@ impl Cache {
             let hwcap = u64::from(word(entry, 16)?) | u64::from(word(entry, 20)?) << 32;
             let key = word(entry, 4)?.checked_sub(shift)?;
             let value = word(entry, 8)?.checked_sub(shift)?;
-            Entry { flags: word(entry, 0)?, key, value, hwcap }.usable(&strings)
+            Entry { flags: word(entry, 0)?, key, value, os: word(entry, 12)?, hwcap }.usable(&strings)
         });
         let entries = entries.collect();
         let shift = u32::try_from(start + end).ok()?;
@@ -171,7 +179,7 @@ impl Cache {
                 Ordering::Greater => false,
             };
             let at = self.entries.iter().position(after).unwrap_or(self.entries.len());
-            self.entries.insert(at, Entry { flags: NATIVE_FLAGS, key, value, hwcap: 0 });
+            self.entries.insert(at, Entry { flags: NATIVE_FLAGS, key, value, os: 0, hwcap: 0 });
         }
     }
 
@@ -193,7 +201,7 @@ impl Cache {
             push(&mut bytes, entry.flags);
             push(&mut bytes, entry.key + shift);
             push(&mut bytes, entry.value + shift);
-            push(&mut bytes, 0);
+            push(&mut bytes, entry.os);
             bytes.extend(entry.hwcap.to_le_bytes());
         }
         bytes.extend(&self.strings);

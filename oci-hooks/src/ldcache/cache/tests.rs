@@ -14,7 +14,7 @@ fn new_format(rows: &[Row], hwcaps: &[&str]) -> Vec<u8> {
     for (flags, name, path, hwcap) in rows {
         let value = cache.push_string(path.as_bytes());
         let key = cache.push_string(name.as_bytes());
-        cache.entries.push(Entry { flags: *flags, key, value, hwcap: *hwcap });
+        cache.entries.push(Entry { flags: *flags, key, value, os: 0, hwcap: *hwcap });
     }
     cache.hwcaps = hwcaps.iter().map(|name| cache.push_string(name.as_bytes())).collect();
     cache.to_bytes()
