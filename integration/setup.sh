@@ -30,7 +30,7 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 missing=()
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
-command -v git >/dev/null || missing+=(git)
+command -v openssl >/dev/null || missing+=(openssl)
 [ -e /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 /usr/bin/python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3 python3-venv)
 if ! command -v cargo >/dev/null && [ ! -x "$HOME/.cargo/bin/cargo" ]; then missing+=(rustup); fi
