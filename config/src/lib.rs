@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod device;
+mod gpu_admission;
 mod grant;
 mod node_file;
 mod node_gpus;
@@ -11,6 +12,7 @@ mod pod_placement;
 mod request;
 
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
+pub use gpu_admission::gpu_admission_minors;
 pub use grant::{Grant, GrantError};
 pub use node_file::{GpuPolicy, NodeFile, NodeFileError, NriSettings, Paths, Resources};
 pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};

@@ -1,3 +1,20 @@
-//! In the making.
+//! The scheduler extender: which node and which GPUs a pod's shares go to. kube-scheduler asks over HTTP; what is
+//! decided is written on the pod in the same request that binds it. It knows nothing of containerd.
 
 #![forbid(unsafe_code)]
+
+mod cluster;
+mod decide;
+mod demand;
+mod hold;
+mod node;
+mod plan;
+mod wanted;
+
+pub use cluster::{BoundPod, Claim, Cluster, Figures, Refusal, Reservation};
+pub use decide::{Filtered, Victims};
+pub use demand::{ContainerDemand, Demand, DemandError, ResourceNames, Role};
+pub use hold::{Held, Hold, On, holds_of_bound, holds_of_placement};
+pub use node::Node;
+pub use plan::{Misfit, fits, plan};
+pub use wanted::{Wanted, WantedError};

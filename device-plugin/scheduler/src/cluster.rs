@@ -1,0 +1,301 @@
+//! The cluster, as far as GPUs go: every node with the pods on it, and what was reserved for pods that are being
+//! bound. It is fed by watches and binds, and knows no API client and no clock.
+//!
+//! A reservation stands until the pod is seen on its node, or is known not to be there. It never lapses by time
+//! alone: a bind whose answer was lost may have been carried out.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::{Duration, Instant},
+};
+
+use ledger::GpuFree;
+use thiserror::Error;
+use vcuda_config::PodPlacement;
+
+use crate::{
+    Hold, Misfit, Wanted,
+    hold::holds_of_placement,
+    node::{Node, PodOnNode},
+    plan,
+};
+
+/// What is known of all nodes and all pods with a share.
+#[derive(Debug, Default)]
+pub struct Cluster {
+    pub(crate) nodes: HashMap<Box<str>, Node>,
+    reservations: BTreeMap<Claim, Reservation>,
+    /// Number of the list of nodes that is being read or was read last.
+    nodes_list: u32,
+    /// Number of the list of pods that is being read or was read last.
+    pods_list: u32,
+    attempts: u64,
+}
+
+/// A pod on a node that it is being bound to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Claim {
+    /// UID of the pod.
+    pub uid: String,
+    /// The node.
+    pub node: String,
+}
+
+/// Room kept for a pod while it is being bound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reservation {
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub name: String,
+    /// The GPUs.
+    pub placement: PodPlacement,
+    /// When it was made, or last asked for again.
+    pub since: Instant,
+    /// Counts up: a later attempt to bind the same pod to the same node has a higher one.
+    pub attempt: u64,
+}
+
+/// A pod that has a node.
+#[derive(Clone, Debug)]
+pub struct BoundPod {
+    /// UID.
+    pub uid: String,
+    /// Its node.
+    pub node: String,
+    /// What it holds there.
+    pub holds: Box<[Hold]>,
+    /// Its priority.
+    pub priority: i32,
+    /// Whether it is being deleted.
+    pub ending: bool,
+}
+
+/// Why a pod gets no room on a node.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Refusal {
+    /// The node takes no pod.
+    #[error("node {node}: {reason}")]
+    Trouble {
+        /// The node.
+        node: String,
+        /// Why.
+        reason: String,
+    },
+    /// It takes pods, but this one does not fit.
+    #[error("node {node}: {misfit}")]
+    Misfit {
+        /// The node.
+        node: String,
+        /// What is missing.
+        misfit: Box<Misfit>,
+    },
+    /// The pod runs there.
+    #[error("node {node} has the pod already")]
+    Bound {
+        /// The node.
+        node: String,
+    },
+}
+
+/// Figures for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// Nodes that offer GPUs.
+    pub nodes: usize,
+    /// GPUs on offer.
+    pub gpus: usize,
+    /// Pods with a share.
+    pub pods: usize,
+    /// Containers of which nobody says on which GPU they are.
+    pub unplaced: u64,
+    /// Pods that are being bound.
+    pub reservations: usize,
+}
+
+impl Cluster {
+    /// A list of all nodes begins.
+    pub fn begin_nodes(&mut self) {
+        self.nodes_list = self.nodes_list.wrapping_add(1);
+    }
+
+    /// A node is there, with these annotations.
+    pub fn set_node(&mut self, name: &str, annotations: Option<&BTreeMap<String, String>>) {
+        let seen = self.nodes_list;
+        let node = self.nodes.entry(name.into()).or_default();
+        node.seen = seen;
+        node.set_annotations(annotations);
+    }
+
+    /// A node is gone.
+    pub fn remove_node(&mut self, name: &str) {
+        if let Some(node) = self.nodes.get_mut(name) {
+            node.set_gone();
+            self.nodes.retain(|_, node| !node.is_unused());
+        }
+    }
+
+    /// The list of nodes is complete: what was not in it is gone.
+    pub fn end_nodes(&mut self) {
+        for node in self.nodes.values_mut().filter(|node| node.seen != self.nodes_list) {
+            node.set_gone();
+        }
+        self.nodes.retain(|_, node| !node.is_unused());
+    }
+
+    /// A list of all pods that have a node begins.
+    pub fn begin_pods(&mut self) {
+        self.pods_list = self.pods_list.wrapping_add(1);
+    }
+
+    /// A pod is on its node. What was reserved for it, there or elsewhere, is settled.
+    pub fn set_pod(&mut self, pod: BoundPod) {
+        self.settle(&pod.uid, Some(&pod.node));
+        if pod.holds.is_empty() {
+            return self.take(&pod.uid, &pod.node);
+        }
+        let BoundPod { uid, node, holds, priority, ending } = pod;
+        let seen = Some(self.pods_list);
+        self.nodes.entry(node.into()).or_default().put(&uid, PodOnNode { holds, priority, ending, seen });
+    }
+
+    /// A pod has ended or was deleted.
+    pub fn remove_pod(&mut self, uid: &str, node: &str) {
+        self.settle(uid, None);
+        self.take(uid, node);
+    }
+
+    /// The list of pods is complete: what was not in it is gone, but for what is being bound.
+    pub fn end_pods(&mut self) {
+        let list = self.pods_list;
+        for node in self.nodes.values_mut() {
+            node.keep(|pod| pod.seen.is_none_or(|seen| seen == list));
+        }
+    }
+
+    /// Reserves room for a pod on a node. A pod that has a reservation there keeps it, GPUs and all: an earlier
+    /// attempt to bind it may have been carried out.
+    pub fn reserve(
+        &mut self,
+        claim: &Claim,
+        namespace: &str,
+        name: &str,
+        wanted: &Wanted,
+        placed_at: u64,
+        now: Instant,
+    ) -> Result<Reservation, Refusal> {
+        self.attempts += 1;
+        if let Some(reservation) = self.reservations.get_mut(claim) {
+            reservation.since = now;
+            reservation.attempt = self.attempts;
+            return Ok(reservation.clone());
+        }
+        let node_name = || claim.node.clone();
+        let trouble = |reason: &str| Refusal::Trouble { node: node_name(), reason: reason.into() };
+        let Some(node) = self.nodes.get_mut(claim.node.as_str()) else {
+            return Err(trouble("vcuda-scheduler does not know it"));
+        };
+        if let Some(reason) = node.trouble() {
+            return Err(trouble(reason));
+        }
+        if node.pods.contains_key(claim.uid.as_str()) {
+            return Err(Refusal::Bound { node: node_name() });
+        }
+        let placement = plan(&node.free(), &wanted.demand, &node.rules(wanted))
+            .map(|placement| PodPlacement { placed_at, ..placement })
+            .map_err(|misfit| Refusal::Misfit { node: node_name(), misfit: Box::new(misfit) })?;
+        let holds = holds_of_placement(&wanted.demand, &placement).unwrap_or_default();
+        node.put(&claim.uid, PodOnNode { holds, priority: wanted.priority, ending: false, seen: None });
+        let reservation = Reservation {
+            namespace: namespace.into(),
+            name: name.into(),
+            placement,
+            since: now,
+            attempt: self.attempts,
+        };
+        self.reservations.insert(claim.clone(), reservation.clone());
+        Ok(reservation)
+    }
+
+    /// The pod was bound to the node: what was reserved for it elsewhere is free. Its own reservation stands until
+    /// the pod is seen there.
+    pub fn bound(&mut self, claim: &Claim) {
+        for other in self.claims_of(&claim.uid).into_iter().filter(|other| other.node != claim.node) {
+            self.drop_reservation(&other);
+        }
+    }
+
+    /// The pod is not on the node, as far as attempt number `attempt` goes. A later attempt keeps its reservation.
+    pub fn release(&mut self, claim: &Claim, attempt: u64) {
+        if self.reservations.get(claim).is_some_and(|reservation| reservation.attempt == attempt) {
+            self.drop_reservation(claim);
+        }
+    }
+
+    /// Reservations that have stood for `expiry`: whoever asks finds out what became of the pods.
+    pub fn expired(&self, now: Instant, expiry: Duration) -> Vec<(Claim, Reservation)> {
+        let is_old = |since: Instant| now.saturating_duration_since(since) >= expiry;
+        let old = self.reservations.iter().filter(|(_, reservation)| is_old(reservation.since));
+        old.map(|(claim, reservation)| (claim.clone(), reservation.clone())).collect()
+    }
+
+    /// Puts off the expiry of a reservation whose pod's fate is still unknown.
+    pub fn postpone(&mut self, claim: &Claim, now: Instant) {
+        if let Some(reservation) = self.reservations.get_mut(claim) {
+            reservation.since = now;
+        }
+    }
+
+    /// What is left of each GPU of a node, for tests and metrics.
+    pub fn free(&self, node: &str) -> Option<Vec<GpuFree<'_>>> {
+        self.nodes.get(node).map(Node::free)
+    }
+
+    /// Figures for metrics.
+    pub fn figures(&self) -> Figures {
+        let mut figures = Figures { reservations: self.reservations.len(), ..Figures::default() };
+        for node in self.nodes.values() {
+            figures.nodes += usize::from(!node.gpus().is_empty());
+            figures.gpus += node.gpus().len();
+            figures.pods += node.pods.len();
+            figures.unplaced += u64::from(node.unplaced());
+        }
+        figures
+    }
+
+    /// Nodes on which room is reserved for the pod.
+    fn claims_of(&self, uid: &str) -> Vec<Claim> {
+        let first = Claim { uid: uid.into(), node: String::new() };
+        self.reservations
+            .range(first..)
+            .map(|(claim, _)| claim.clone())
+            .take_while(|claim| claim.uid == uid)
+            .collect()
+    }
+
+    /// Ends all reservations of a pod whose fate is known. What it holds on `node`, if it is there, stays.
+    fn settle(&mut self, uid: &str, node: Option<&str>) {
+        for claim in self.claims_of(uid) {
+            if Some(claim.node.as_str()) == node {
+                self.reservations.remove(&claim);
+            } else {
+                self.drop_reservation(&claim);
+            }
+        }
+    }
+
+    fn drop_reservation(&mut self, claim: &Claim) {
+        if self.reservations.remove(claim).is_some() {
+            self.take(&claim.uid, &claim.node);
+        }
+    }
+
+    fn take(&mut self, uid: &str, node: &str) {
+        if let Some(on) = self.nodes.get_mut(node) {
+            on.take(uid);
+            if on.is_unused() {
+                self.nodes.remove(node);
+            }
+        }
+    }
+}
