@@ -334,5 +334,9 @@ fn errno(error: &io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
+mod walk;
+
+pub use walk::{Entry, Unseen};
+
 #[cfg(test)]
 mod tests;

@@ -5,6 +5,8 @@
 //! It must not know about shares, NRI or kubelet: it is told the shim, the driver and what is to be started.
 
 pub mod cache;
+pub mod check;
+pub mod cuda;
 pub mod elf;
 #[cfg(test)]
 #[expect(clippy::cast_possible_truncation, reason = "test files are small")]
@@ -12,6 +14,7 @@ pub(crate) mod elf_maker;
 pub mod files;
 pub mod loader;
 pub mod start;
+pub mod survey;
 pub mod text;
 
 use std::path::{Path, PathBuf};

@@ -63,18 +63,17 @@ impl Command {
     }
 }
 
-/// Says what is wrong with starting `command` from `files` under `shim`.
+/// Says what is wrong with starting `command` from `files` under `shim`; where it starts nothing, with the image's
+/// C library alone.
 ///
 /// # Errors
 /// A file that decides cannot be read.
 pub fn judge<F: Files + ?Sized>(files: &F, command: &Command, shim: Shim) -> Result<Vec<Finding>, Trouble> {
     let mut findings = Vec::new();
-    let program = match program(files, command)? {
-        Ok(program) => Some(program),
-        Err(finding) => {
-            findings.push(finding);
-            None
-        }
+    let program = if command.args.is_empty() {
+        None
+    } else {
+        program(files, command)?.map_err(|finding| findings.push(finding)).ok()
     };
     if let Some((path, facts)) = &program {
         judge_program(files, path, facts, shim, &mut findings)?;

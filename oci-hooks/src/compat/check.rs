@@ -1,0 +1,262 @@
+//! One image, checked whole: what it starts, its C library, all its files, against a shim and a driver. The report
+//! says what was found and how much was looked at; what could not be looked at makes it open, never fit.
+
+use std::{
+    ops::ControlFlow,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use serde::Serialize;
+
+use super::{
+    Finding, Severity,
+    cuda::{Covered, Driver},
+    elf::{Depth, Version},
+    files::{Facts, Files, Trouble, host_file},
+    loader::{By, Loader},
+    start::{self, Command, Shim},
+    survey::{Against, Survey},
+};
+use crate::rootfs::Rootfs;
+
+/// What an image is checked against.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// What the shim asks.
+    pub shim: Shim,
+    /// What the shim covers.
+    pub covered: Covered,
+    /// The driver, where one is known.
+    pub driver: Option<Driver>,
+}
+
+/// How an image fares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// It runs under a share.
+    Fits,
+    /// It would die, or run unenforced.
+    DoesNotFit,
+    /// Too little could be seen.
+    Unknown,
+}
+
+/// What a check found.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// What was checked.
+    pub subject: String,
+    /// How it fares.
+    pub verdict: Verdict,
+    /// Version of the driver that it was checked against.
+    pub driver: Option<String>,
+    /// Newest CUDA that the driver serves.
+    pub driver_cuda: Option<String>,
+    /// Oldest glibc that the shim runs on.
+    pub shim_glibc: String,
+    /// CUDA versions of the runtimes in it.
+    pub runtimes: Vec<String>,
+    /// What was found, the worst first.
+    pub findings: Vec<Finding>,
+    /// Regular files seen.
+    pub files: u64,
+    /// Programs and libraries among them.
+    pub elf: u64,
+    /// Bytes of all files.
+    pub bytes: u64,
+    /// Why it was not seen whole.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub incomplete: Option<String>,
+}
+
+/// How far a check goes before it says that it does not know.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Files.
+    pub files: u64,
+    /// Time.
+    pub time: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { files: 2_000_000, time: Duration::from_secs(300) }
+    }
+}
+
+impl Node {
+    /// The shim at `shim`, without a driver.
+    ///
+    /// # Errors
+    /// The shim cannot be read.
+    pub fn with_shim(shim: &Path) -> Result<Self, Trouble> {
+        let facts = host_file(shim, Depth::Symbols)?;
+        let elf = facts.elf().ok_or_else(|| Trouble(format!("{}: no library", shim.display())))?;
+        Ok(Self { shim: Shim::of(elf), covered: Covered::of(&facts), driver: None })
+    }
+
+    /// The shim as it is built where no file of it is at hand: for this machine, glibc 2.17, which a test of the
+    /// shim holds it to. What it covers is not known then.
+    pub fn without_shim() -> Self {
+        let machine = if cfg!(target_arch = "aarch64") {
+            goblin::elf::header::EM_AARCH64
+        } else {
+            goblin::elf::header::EM_X86_64
+        };
+        Self { shim: Shim { machine, glibc: Version(2, 17, 0) }, covered: Covered::default(), driver: None }
+    }
+}
+
+/// Checks the root folder `rootfs` whole. `progress` is told how many files were seen, now and then.
+///
+/// # Errors
+/// The root cannot be read at all.
+pub fn rootfs(
+    rootfs: &Rootfs,
+    command: &Command,
+    node: &Node,
+    limits: Limits,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Report, Trouble> {
+    let start = Instant::now();
+    let mut survey = Survey::default();
+    let mut incomplete = None;
+    let mut visit = |entry: &crate::rootfs::Entry<'_>| {
+        match entry.open() {
+            Ok(file) => match Facts::of(&file, Depth::Symbols) {
+                Ok(facts) => survey.take(entry.path, &facts),
+                Err(Trouble(reason)) => survey.take_unreadable(entry.path, reason),
+            },
+            Err(reason) => survey.take_unreadable(entry.path, reason.to_string()),
+        }
+        if survey.files % 256 == 0 {
+            progress(survey.files);
+            if survey.files >= limits.files || start.elapsed() > limits.time {
+                incomplete = Some(format!(
+                    "it has more than {} files, or takes more than {} s",
+                    limits.files,
+                    limits.time.as_secs()
+                ));
+                return ControlFlow::Break(());
+            }
+        }
+        ControlFlow::Continue(())
+    };
+    let unseen = rootfs.walk(&mut visit)?;
+    if incomplete.is_none() && unseen.unreadable + unseen.too_deep > 0 {
+        incomplete = Some(format!(
+            "{} of its folders cannot be read, {} lie too deep",
+            unseen.unreadable, unseen.too_deep
+        ));
+    }
+    Ok(report(rootfs, rootfs.path().display().to_string(), command, node, &survey, incomplete))
+}
+
+/// Puts together what is known of an image whose files were all taken into `survey`.
+pub fn report<F: Files + ?Sized>(
+    files: &F,
+    subject: String,
+    command: &Command,
+    node: &Node,
+    survey: &Survey,
+    mut incomplete: Option<String>,
+) -> Report {
+    let mut findings = match start::judge(files, command, node.shim) {
+        Ok(findings) => findings,
+        Err(Trouble(reason)) => {
+            incomplete.get_or_insert(reason);
+            Vec::new()
+        }
+    };
+    let against =
+        Against { driver: node.driver.as_ref(), covered: &node.covered, machine: node.shim.machine };
+    findings.extend(survey.judge(against));
+    findings.extend(loaded_first(files, command, node));
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+
+    let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
+    let verdict = match (&incomplete, refused) {
+        (_, true) => Verdict::DoesNotFit,
+        (Some(_), false) => Verdict::Unknown,
+        (None, false) if node.driver.is_none() && survey.has_cuda() => Verdict::Unknown,
+        (None, false) => Verdict::Fits,
+    };
+    let mut runtimes: Vec<_> = survey.runtimes().map(|(_, cuda)| cuda).collect();
+    runtimes.sort_unstable();
+    runtimes.dedup();
+    Report {
+        subject,
+        verdict,
+        driver: node.driver.as_ref().map(|driver| driver.version.clone()),
+        driver_cuda: node.driver.as_ref().map(|driver| driver.cuda.to_string()),
+        shim_glibc: node.shim.glibc.to_string(),
+        runtimes: runtimes.iter().map(ToString::to_string).collect(),
+        findings,
+        files: survey.files,
+        elf: survey.elf,
+        bytes: survey.bytes,
+        incomplete,
+    }
+}
+
+/// What decides who is loaded first.
+fn loaded_first<F: Files + ?Sized>(files: &F, command: &Command, node: &Node) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let path = Path::new("/etc/ld.so.preload");
+    if let Ok(Some(list)) = files.read(path, 64 << 10) {
+        let list = String::from_utf8_lossy(&list).split_whitespace().take(5).collect::<Vec<_>>().join(" ");
+        if !list.is_empty() {
+            findings.push(
+                Finding::info(
+                    "preload-present",
+                    format!("the image preloads libraries: {list}"),
+                    "they are kept, and loaded after the shim",
+                    "nothing",
+                )
+                .at(path),
+            );
+        }
+    }
+    if let Some(preload) = command.variable("LD_PRELOAD") {
+        let preload: String = preload.chars().take(200).collect();
+        findings.push(Finding::info(
+            "preload-env",
+            format!("LD_PRELOAD is set: {preload}"),
+            "it is kept; the shim is put before it",
+            "nothing",
+        ));
+    }
+    let loader =
+        Loader::new(files, node.shim.machine, command.variable("LD_LIBRARY_PATH").unwrap_or_default());
+    if let Some(Trouble(reason)) = loader.cache_trouble() {
+        findings.push(
+            Finding::warn(
+                "ldcache-broken",
+                format!("the loader's cache cannot be read: {reason}"),
+                "libraries outside of the default folders are not found",
+                "run ldconfig when the image is built",
+            )
+            .at(Path::new(super::loader::CACHE)),
+        );
+    }
+    if let Ok(Some(found)) = loader.find("libcuda.so.1", None) {
+        let by = match found.by {
+            By::LibraryPath => "LD_LIBRARY_PATH",
+            By::Cache => "the loader's cache",
+            By::Default => "a default folder",
+            By::Rpath | By::Runpath => "RUNPATH",
+        };
+        findings.push(
+            Finding::info(
+                "libcuda-first",
+                format!("without the shim, {by} would make programs take the image's own libcuda.so.1"),
+                "with a share the shim is preloaded under that name, so this one is not taken",
+                "nothing for shares; without them, the node's driver and this file must be of one version",
+            )
+            .at(&found.path),
+        );
+    }
+    findings
+}
