@@ -1,0 +1,86 @@
+//! Our functions that stand for the driver's, under the driver's names and with its arguments. The table says which;
+//! the build fails if one is missing.
+//!
+//! All do the same: take from the share before the driver allocates, give back what the driver did not allocate, and
+//! leave every other judgement of arguments, and every return code but out-of-memory, to the driver.
+
+mod array;
+mod context;
+mod memory;
+pub(crate) mod types;
+mod view;
+
+pub(crate) use array::*;
+pub(crate) use context::*;
+pub(crate) use memory::*;
+pub(crate) use view::*;
+
+pub(crate) use crate::door::{cuGetProcAddress, cuGetProcAddress_v2};
+
+use crate::{
+    map::Map,
+    share::{Block, Place, Share, share},
+};
+use types::{CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Result};
+
+/// What an allocation came to.
+struct Allocated {
+    /// Address or handle by which it is freed.
+    key: u64,
+    /// Bytes that it really takes; at most what was asked for beforehand, or a little more where only the driver
+    /// knows how it rounds.
+    bytes: u64,
+}
+
+/// Has the driver allocate up to `bytes` where the calling thread is, if the ceiling allows it, and remembers the block
+/// in the map that `map` names.
+///
+/// `call` runs the driver's function and `outcome` reads what it made. Where a block turns out larger than `bytes` and
+/// the rest is not to be had, `undo` frees it.
+fn allocate(
+    map: impl Fn(&'static Share) -> &'static Map,
+    bytes: u64,
+    call: impl FnOnce() -> Result,
+    outcome: impl FnOnce() -> Allocated,
+    undo: impl FnOnce(u64),
+) -> Result {
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    // Without a context nothing is allocated; the driver says so better than we could.
+    let Some(Place { gpu, context }) = share.here() else { return call() };
+    let Some(gpu) = gpu.filter(|gpu| share.take(*gpu, bytes)) else { return CUDA_ERROR_OUT_OF_MEMORY };
+    let result = call();
+    if result != CUDA_SUCCESS {
+        share.give(gpu, bytes);
+        return result;
+    }
+    let made = outcome();
+    if made.bytes > bytes {
+        let rest = made.bytes - bytes;
+        if !share.take(gpu, rest) {
+            undo(made.key);
+            share.give(gpu, bytes);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    } else {
+        share.give(gpu, bytes - made.bytes);
+    }
+    // If there is no memory to remember it, the block is given back when the process ends.
+    let _ = map(share).insert(made.key, Block::new(made.bytes, gpu, context).pack());
+    CUDA_SUCCESS
+}
+
+/// Has the driver free what `key` stands for. It is forgotten first: once freed, another thread may get the same
+/// address. What we never saw is the driver's business alone.
+fn free(map: impl Fn(&'static Share) -> &'static Map, key: u64, call: impl FnOnce() -> Result) -> Result {
+    let Some(share) = share() else { return call() };
+    let block = map(share).remove(key);
+    let result = call();
+    if let Some(word) = block {
+        if result == CUDA_SUCCESS {
+            share.give_block(Block::unpack(word));
+        } else {
+            let _ = map(share).insert(key, word);
+        }
+    }
+    result
+}

@@ -1,0 +1,303 @@
+//! This container's share as the process uses it: which GPU a device is, and taking and giving its memory.
+
+use std::{
+    io::{self, Write},
+    path::Path,
+    sync::atomic::{
+        AtomicBool, AtomicPtr,
+        Ordering::{Acquire, Relaxed, Release},
+    },
+};
+
+use region::{Limits, Process, Usage, place};
+
+use crate::{
+    cuda::types::{CUDA_SUCCESS, Context, Device},
+    errno, log,
+    real::driver,
+    state::{CONTEXTS, State, state},
+};
+
+/// The open share.
+pub(crate) struct Share {
+    limits: Limits,
+    usage: Usage,
+    state: &'static State,
+}
+
+/// Where an allocation goes: a GPU of the share, and the context it dies with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// None for a device that is not of this share: it has no memory for us.
+    pub gpu: Option<usize>,
+    /// Number of the context; 0 where it has none.
+    pub context: u16,
+}
+
+static SHARE: AtomicPtr<Share> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The share; none if it cannot be read, which has then been said on stderr, once.
+pub(crate) fn share() -> Option<&'static Share> {
+    let share = SHARE.load(Acquire);
+    if share.is_null() {
+        return open();
+    }
+    // SAFETY: made by `open` and never freed.
+    Some(unsafe { &*share })
+}
+
+#[cold]
+fn open() -> Option<&'static Share> {
+    let _kept = errno::Keep::new();
+    let Some(state) = state() else {
+        complain("memory", &io::Error::from(io::ErrorKind::OutOfMemory));
+        return None;
+    };
+    // The usage file must not be opened twice: closing either drops the locks of both.
+    let _opening = state.opening.lock();
+    let share = SHARE.load(Acquire);
+    if !share.is_null() {
+        // SAFETY: made below and never freed.
+        return Some(unsafe { &*share });
+    }
+    let limits = Limits::open(Path::new(place::LIMITS)).inspect_err(|error| complain(place::LIMITS, error));
+    let usage = Usage::open(Path::new(place::USAGE)).inspect_err(|error| complain(place::USAGE, error));
+    let share = Box::leak(Box::new(Share { limits: limits.ok()?, usage: usage.ok()?, state }));
+    SHARE.store(share, Release);
+    Some(share)
+}
+
+/// Says on stderr why there is no CUDA here, once a process.
+fn complain(what: &str, error: &io::Error) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if SAID.swap(true, Relaxed) {
+        return;
+    }
+    let _ = writeln!(
+        log::Line::new(),
+        "vcuda: {what}: {error}; CUDA stays off in this process, because its GPU share cannot be kept; have the pod \
+         made anew"
+    );
+}
+
+impl Share {
+    /// The slot of this process, claimed if it has none yet.
+    fn me(&self) -> Option<Process> {
+        match self.state.slot.load(Acquire) {
+            0 => self.claim(),
+            slot => Process::of_slot(slot as usize - 1),
+        }
+    }
+
+    #[cold]
+    fn claim(&self) -> Option<Process> {
+        let _kept = errno::Keep::new();
+        let _opening = self.state.opening.lock();
+        if let slot @ 1.. = self.state.slot.load(Acquire) {
+            return Process::of_slot(slot as usize - 1);
+        }
+        let process = self.usage.claim().inspect_err(|error| complain(place::USAGE, error)).ok()?;
+        self.state.slot.store(u32::try_from(process.slot()).unwrap_or(0) + 1, Release);
+        Some(process)
+    }
+
+    /// Makes sure that this process can take memory.
+    pub fn is_ready(&self) -> bool {
+        self.me().is_some()
+    }
+
+    /// This process's slot, if it has claimed one.
+    fn me_if_claimed(&self) -> Option<Process> {
+        (self.state.slot.load(Acquire) as usize).checked_sub(1).and_then(Process::of_slot)
+    }
+
+    /// Bytes of GPU `gpu` that the container may use, and bytes that it uses, at most as many.
+    pub fn memory(&self, gpu: usize) -> (u64, u64) {
+        let _kept = errno::Keep::new();
+        let ceiling = self.limits.memory_bytes(gpu);
+        let used = self.usage.used(self.me_if_claimed(), gpu).saturating_add(self.limits.unseen_bytes(gpu));
+        (ceiling, used.min(ceiling))
+    }
+
+    /// Takes `bytes` of GPU `gpu`, if the ceiling allows. Whatever fails later gives them back.
+    pub fn take(&self, gpu: usize, bytes: u64) -> bool {
+        let Some(me) = self.me() else { return false };
+        let ceiling = self.limits.memory_bytes(gpu).saturating_sub(self.limits.unseen_bytes(gpu));
+        let kept = self.usage.take(me, gpu, bytes, ceiling);
+        if kept.is_err() {
+            log::line(format_args!("{bytes} bytes of GPU {gpu} refused: the ceiling is {ceiling}"));
+        }
+        kept.is_ok()
+    }
+
+    /// Gives bytes back.
+    pub fn give(&self, gpu: usize, bytes: u64) {
+        // A forked child has no slot, and nothing to give back.
+        if let Some(me) = self.me_if_claimed() {
+            self.usage.give(me, gpu, bytes);
+        }
+    }
+
+    /// Calls `with` for every process of the container that holds memory of GPU `gpu`.
+    pub fn for_each_process(&self, gpu: usize, with: impl FnMut(u32, u64)) {
+        let _kept = errno::Keep::new();
+        self.usage.for_each_process(self.me_if_claimed(), gpu, with);
+    }
+
+    /// What this process knows.
+    pub fn state(&self) -> &'static State {
+        self.state
+    }
+
+    /// The share's limits.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Which GPU of the share a CUDA device is, by its UUID: the order of devices is the application's to choose
+    /// (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
+    pub fn gpu_of_device(&self, device: Device) -> Option<usize> {
+        const FOREIGN: u8 = 255;
+        let known = usize::try_from(device).ok().and_then(|at| self.state.devices.get(at));
+        match known.map_or(0, |known| known.load(Relaxed)) {
+            0 => {}
+            FOREIGN => return None,
+            gpu => return Some(usize::from(gpu) - 1),
+        }
+        let mut uuid = [0; 16];
+        // SAFETY: `uuid` has the size of CUuuid and outlives the call.
+        let result =
+            unsafe { driver!(cuda::cuDeviceGetUuid(&raw mut uuid => *mut [u8; 16], device => Device)) };
+        if result != CUDA_SUCCESS {
+            return None;
+        }
+        let gpu = self.limits.find(&uuid);
+        if let Some(known) = known {
+            let remembered = gpu.and_then(|gpu| u8::try_from(gpu + 1).ok()).unwrap_or(FOREIGN);
+            known.store(remembered, Relaxed);
+        }
+        gpu
+    }
+
+    /// Where allocations of the calling thread go now; none if it has no context, of which the driver will say more.
+    pub fn here(&self) -> Option<Place> {
+        let mut context = 0;
+        // SAFETY: `context` outlives the call.
+        let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
+        if result != CUDA_SUCCESS || context == 0 {
+            return None;
+        }
+        match self.state.contexts.get(context) {
+            Some(word) => Some(Place::unpack(word)),
+            None => self.learn_current(context),
+        }
+    }
+
+    #[cold]
+    fn learn_current(&self, context: Context) -> Option<Place> {
+        let mut device = 0;
+        // SAFETY: `device` outlives the call.
+        if unsafe { driver!(cuda::cuCtxGetDevice(&raw mut device => *mut Device)) } != CUDA_SUCCESS {
+            return None;
+        }
+        let place = Place { gpu: self.gpu_of_device(device), context: self.number_context() };
+        // Without memory to remember it, it is learnt again the next time, under another number.
+        if !self.state.contexts.insert(context, place.pack()) {
+            self.free_context_number(place.context);
+        }
+        Some(place)
+    }
+
+    /// Number for a new context; 0 if all are in use. Its blocks are then given back when the process ends.
+    fn number_context(&self) -> u16 {
+        let mut numbers = self.state.context_numbers.lock();
+        for at in 1..CONTEXTS {
+            if numbers[at / 64] >> (at % 64) & 1 == 0 {
+                numbers[at / 64] |= 1 << (at % 64);
+                return u16::try_from(at).unwrap_or(0);
+            }
+        }
+        0
+    }
+
+    fn free_context_number(&self, number: u16) {
+        let number = usize::from(number);
+        if number > 0 {
+            self.state.context_numbers.lock()[number / 64] &= !(1 << (number % 64));
+        }
+    }
+
+    /// Forgets a context that is about to be destroyed.
+    pub fn forget_context(&self, context: Context) -> Option<Place> {
+        self.state.contexts.remove(context).map(Place::unpack)
+    }
+
+    /// Takes [`Share::forget_context`] back.
+    pub fn remember_context(&self, context: Context, place: Place) {
+        let _ = self.state.contexts.insert(context, place.pack());
+    }
+
+    /// The context at `place` is gone, and all that was allocated in it.
+    pub fn give_all_of(&self, place: Place) {
+        if place.context == 0 {
+            return;
+        }
+        for map in [&self.state.blocks, &self.state.arrays] {
+            map.drain(
+                |_, word| Block::unpack(word).context == place.context,
+                |_, word| self.give_block(Block::unpack(word)),
+            );
+        }
+        self.free_context_number(place.context);
+    }
+
+    /// Gives a block's bytes back.
+    pub fn give_block(&self, block: Block) {
+        self.give(block.gpu, block.bytes);
+    }
+}
+
+impl Place {
+    fn pack(self) -> u64 {
+        u64::from(self.context) << 8 | self.gpu.map_or(0, |gpu| gpu as u64 + 1)
+    }
+
+    fn unpack(word: u64) -> Self {
+        let [gpu, low, high, ..] = word.to_le_bytes();
+        Self { gpu: usize::from(gpu).checked_sub(1), context: u16::from_le_bytes([low, high]) }
+    }
+}
+
+/// A live allocation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Block {
+    /// Bytes on the account, a multiple of the account's unit; below 2^45.
+    pub bytes: u64,
+    /// GPU of the share.
+    pub gpu: usize,
+    /// Number of the context it dies with; 0 for none.
+    pub context: u16,
+}
+
+impl Block {
+    /// A block at `place` of at least `bytes`.
+    pub fn new(bytes: u64, gpu: usize, context: u16) -> Self {
+        Self { bytes: bytes.next_multiple_of(region::ACCOUNT_UNIT_BYTES), gpu, context }
+    }
+
+    /// In one word: 36 bits of units, 4 of the GPU, 12 of the context.
+    pub fn pack(self) -> u64 {
+        (self.bytes / region::ACCOUNT_UNIT_BYTES)
+            | ((self.gpu as u64) << 36)
+            | (u64::from(self.context) << 40)
+    }
+
+    /// The opposite of [`Block::pack`].
+    pub fn unpack(word: u64) -> Self {
+        Self {
+            bytes: (word & ((1 << 36) - 1)) * region::ACCOUNT_UNIT_BYTES,
+            gpu: usize::try_from(word >> 36 & 0xf).unwrap_or(0),
+            context: u16::try_from(word >> 40 & 0xfff).unwrap_or(0),
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What this process knows: its slot in the container's `usage`, its live blocks, its contexts. A forked child starts
+//! with none of it: the kernel wipes the memory (MADV_WIPEONFORK), raw `clone` included, so nothing of the parent is
+//! given back by the child and no lock of the parent is held in it.
+
+use std::{
+    ptr::NonNull,
+    sync::atomic::{
+        AtomicPtr, AtomicU8, AtomicU32,
+        Ordering::{AcqRel, Acquire},
+    },
+};
+
+use crate::{errno, lock::Locked, map::Map};
+
+/// Devices whose place in the share is remembered.
+pub(crate) const DEVICES: usize = 64;
+
+/// All zero at the start of a process and of a forked child.
+#[repr(C)]
+pub(crate) struct State {
+    /// Held while files are opened and the slot is claimed.
+    pub opening: Locked<()>,
+    /// Slot in `usage` plus one; 0 before it is claimed.
+    pub slot: AtomicU32,
+    /// Per CUDA device: 0 unknown, else what `share::Gpu` says.
+    pub devices: [AtomicU8; DEVICES],
+    /// NVML handle → GPU.
+    pub nvml_handles: Map,
+    /// Device pointer → block.
+    pub blocks: Map,
+    /// Array or mipmapped array → block.
+    pub arrays: Map,
+    /// Context → GPU and number.
+    pub contexts: Map,
+    /// Device plus one → its primary context.
+    pub primary_contexts: Map,
+    /// Numbers of contexts in use.
+    pub context_numbers: Locked<[u64; CONTEXTS / 64]>,
+}
+
+/// Contexts that can be told apart at a time.
+pub(crate) const CONTEXTS: usize = 4096;
+
+static STATE: AtomicPtr<State> = AtomicPtr::new(std::ptr::null_mut());
+
+/// This process's state; none if there is no memory for it.
+pub(crate) fn state() -> Option<&'static State> {
+    let mut state = STATE.load(Acquire);
+    if state.is_null() {
+        state = create()?.as_ptr();
+    }
+    // SAFETY: mapped for good; all zero is a valid state, and every change is atomic or under a lock.
+    Some(unsafe { &*state })
+}
+
+#[cold]
+fn create() -> Option<NonNull<State>> {
+    let _kept = errno::Keep::new();
+    let new = map_zeroed(size_of::<State>())?;
+    // SAFETY: our own mapping of that size. Kernels before 4.14 do not know the advice; containerd's needs are newer.
+    if unsafe { libc::madvise(new.as_ptr().cast(), size_of::<State>(), libc::MADV_WIPEONFORK) } != 0 {
+        return None;
+    }
+    let new = new.cast::<State>();
+    match STATE.compare_exchange(std::ptr::null_mut(), new.as_ptr(), AcqRel, Acquire) {
+        Ok(_) => Some(new),
+        Err(theirs) => {
+            // SAFETY: nobody has seen this one.
+            unsafe { libc::munmap(new.as_ptr().cast(), size_of::<State>()) };
+            NonNull::new(theirs)
+        }
+    }
+}
+
+/// Memory of `size` bytes, zero, of whole pages.
+pub(crate) fn map_zeroed(size: usize) -> Option<NonNull<u8>> {
+    let _kept = errno::Keep::new();
+    let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping at a place of the kernel's choice disturbs nothing.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), size, access, kind, -1, 0) };
+    if at == libc::MAP_FAILED { None } else { NonNull::new(at.cast()) }
+}
