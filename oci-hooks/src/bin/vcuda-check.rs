@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use oci_hooks::{
     compat::{
-        Severity,
+        Severity, archive,
         check::{self, Limits, Node, Report, Verdict},
         cuda::Driver,
         start::Command,
@@ -41,6 +41,14 @@ enum What {
         dir: PathBuf,
         #[command(flatten)]
         started: Started,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check an image in a file, as `docker save`, `ctr image export` or `skopeo copy` write it. Needs no root and
+    /// unpacks nothing; its layers may be compressed, the file as a whole may not.
+    Image {
+        /// The file.
+        file: PathBuf,
         #[command(flatten)]
         common: Common,
     },
@@ -107,6 +115,13 @@ fn run(what: &What) -> Result<Verdict> {
             let rootfs = Rootfs::open(&dir)?;
             let report =
                 check::rootfs(&rootfs, &started.command(), &node, Limits::default(), &mut progress())?;
+            print(&report, common.output)?;
+            Ok(report.verdict)
+        }
+        What::Image { file, common } => {
+            let node = node(common)?;
+            let report = archive::check(file, &node, archive::Limits::default(), &mut progress())
+                .with_context(|| file.display().to_string())?;
             print(&report, common.output)?;
             Ok(report.verdict)
         }

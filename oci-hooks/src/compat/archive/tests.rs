@@ -1,0 +1,286 @@
+use std::{io::Write, path::PathBuf};
+
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+use super::*;
+use crate::compat::elf_maker::Maker;
+
+/// A tar file in the making.
+struct Tar(tar::Builder<Vec<u8>>);
+
+impl Tar {
+    fn new() -> Self {
+        Self(tar::Builder::new(Vec::new()))
+    }
+
+    fn header(kind: tar::EntryType, size: usize) -> tar::Header {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(0o755);
+        header.set_size(size as u64);
+        header
+    }
+
+    fn file(mut self, path: &str, bytes: &[u8]) -> Self {
+        let mut header = Self::header(tar::EntryType::Regular, bytes.len());
+        self.0.append_data(&mut header, path, bytes).unwrap();
+        self
+    }
+
+    fn link(mut self, path: &str, target: &str) -> Self {
+        let mut header = Self::header(tar::EntryType::Symlink, 0);
+        self.0.append_link(&mut header, path, target).unwrap();
+        self
+    }
+
+    fn hard_link(mut self, path: &str, target: &str) -> Self {
+        let mut header = Self::header(tar::EntryType::Link, 0);
+        self.0.append_link(&mut header, path, target).unwrap();
+        self
+    }
+
+    fn folder(mut self, path: &str) -> Self {
+        let mut header = Self::header(tar::EntryType::Directory, 0);
+        self.0.append_data(&mut header, path, std::io::empty()).unwrap();
+        self
+    }
+
+    /// A name as a hostile archive has it, which the library would not write.
+    fn raw_name(mut self, name: &[u8], bytes: &[u8]) -> Self {
+        let mut header = Self::header(tar::EntryType::Regular, bytes.len());
+        header.as_gnu_mut().unwrap().name[..name.len()].copy_from_slice(name);
+        header.set_cksum();
+        self.0.append(&header, bytes).unwrap();
+        self
+    }
+
+    fn done(self) -> Vec<u8> {
+        self.0.into_inner().unwrap()
+    }
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+/// Two frames with a skippable one between them.
+fn zstd(bytes: &[u8]) -> Vec<u8> {
+    let frame =
+        |bytes: &[u8]| ruzstd::encoding::compress_to_vec(bytes, ruzstd::encoding::CompressionLevel::Fastest);
+    let (a, b) = bytes.split_at(bytes.len() / 2);
+    [frame(a), vec![0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0, 1, 2, 3], frame(b)].concat()
+}
+
+struct Archive(TempDir);
+
+impl Archive {
+    fn of(bytes: &[u8]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("image.tar"), bytes).unwrap();
+        Self(folder)
+    }
+
+    fn docker(layers: &[Vec<u8>]) -> Self {
+        let names: Vec<String> = (0..layers.len()).map(|n| format!("{n}/layer.tar")).collect();
+        let mut tar = Tar::new().file("c.json", config().as_bytes());
+        for (name, layer) in names.iter().zip(layers) {
+            tar = tar.file(name, layer);
+        }
+        let manifest = serde_json::json!([{"Config": "c.json", "RepoTags": [], "Layers": names}]);
+        Self::of(&tar.file("manifest.json", manifest.to_string().as_bytes()).done())
+    }
+
+    fn oci(layers: &[Vec<u8>]) -> Self {
+        let mut tar = Tar::new().file("blobs/sha256/c0", config().as_bytes());
+        let mut descriptors = Vec::new();
+        for (n, layer) in layers.iter().enumerate() {
+            tar = tar.file(&format!("blobs/sha256/a{n}"), layer);
+            descriptors.push(serde_json::json!({"digest": format!("sha256:a{n}")}));
+        }
+        let manifest = serde_json::json!({"config": {"digest": "sha256:c0"}, "layers": descriptors});
+        let index = serde_json::json!({"manifests": [
+            {"digest": "sha256:bad", "platform": {"os": "windows", "architecture": "amd64"}},
+            {"digest": "sha256:00", "platform": {"os": "linux", "architecture": "amd64"}},
+        ]});
+        let tar = tar.file("blobs/sha256/00", manifest.to_string().as_bytes());
+        Self::of(&tar.file("index.json", index.to_string().as_bytes()).done())
+    }
+
+    fn path(&self) -> PathBuf {
+        self.0.path().join("image.tar")
+    }
+
+    fn check(&self) -> Result<Report, ArchiveError> {
+        self.check_within(Limits::default())
+    }
+
+    fn check_within(&self, limits: Limits) -> Result<Report, ArchiveError> {
+        check(&self.path(), &Node::without_shim(), limits, &mut |_| {})
+    }
+
+    fn ids(&self) -> (Verdict, Vec<&'static str>) {
+        let report = self.check().unwrap();
+        (report.verdict, report.findings.iter().map(|finding| finding.id).collect())
+    }
+}
+
+fn config() -> String {
+    serde_json::json!({"architecture": "amd64", "config": {"Entrypoint": ["app"], "Env": ["PATH=/bin"]}})
+        .to_string()
+}
+
+fn base() -> Tar {
+    Tar::new()
+        .folder("usr/lib/x86_64-linux-gnu")
+        .link("lib", "usr/lib")
+        .file("usr/lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.36"]).make())
+        .file("bin/app", &Maker::program().make())
+}
+
+#[test]
+fn both_forms_and_all_compressions_tell_the_same() {
+    let layer = base().done();
+    for layer in [layer.clone(), gzip(&layer), zstd(&layer)] {
+        for archive in
+            [Archive::docker(std::slice::from_ref(&layer)), Archive::oci(std::slice::from_ref(&layer))]
+        {
+            let report = archive.check().unwrap();
+            assert_eq!((report.verdict, report.files, report.elf), (Verdict::Fits, 2, 2), "{report:?}");
+        }
+    }
+}
+
+#[test]
+fn a_later_layer_replaces_what_an_earlier_one_has() {
+    let older = Tar::new().file("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
+    // The path goes through the link of the base, as on a disk.
+    let archive = Archive::docker(&[base().done(), older.done()]);
+    assert_eq!(archive.ids(), (Verdict::DoesNotFit, vec!["libc-too-old"]));
+}
+
+#[test]
+fn whiteouts_remove_from_the_layers_below_only() {
+    let removed = Tar::new().file("usr/lib/x86_64-linux-gnu/.wh.libc.so.6", b"");
+    assert_eq!(Archive::oci(&[base().done(), removed.done()]).ids().1, ["libc-none"]);
+    // Of a whole folder, by the name of a link to it too.
+    for name in ["usr/.wh.lib", "usr/lib/.wh..wh..opq", "lib/.wh.x86_64-linux-gnu", "lib/.wh..wh..opq"] {
+        let removed = Tar::new().file(name, b"").done();
+        assert_eq!(Archive::oci(&[base().done(), removed]).ids().1, ["libc-none"], "{name}");
+    }
+    // What the same layer brings stays, whichever comes first.
+    let libc = Maker::glibc(&["GLIBC_2.41"]).make();
+    let path = "usr/lib/x86_64-linux-gnu/libc.so.6";
+    let opaque = "usr/lib/.wh..wh..opq";
+    for layer in
+        [Tar::new().file(opaque, b"").file(path, &libc), Tar::new().file(path, &libc).file(opaque, b"")]
+    {
+        assert_eq!(Archive::oci(&[base().done(), layer.done()]).ids(), (Verdict::Fits, vec![]));
+    }
+}
+
+#[test]
+fn a_file_in_the_place_of_a_folder_takes_all_below_it_away() {
+    let layer = Tar::new().file("usr/lib", b"a file").done();
+    assert_eq!(Archive::oci(&[base().done(), layer]).ids().1, ["libc-none"]);
+}
+
+#[test]
+fn hard_links_are_the_file_that_they_name() {
+    let layer = Tar::new().hard_link("bin/other", "bin/app").hard_link("bin/none", "bin/missing").done();
+    let report = Archive::oci(&[base().done(), layer]).check().unwrap();
+    assert_eq!((report.files, report.verdict), (3, Verdict::Unknown), "one of the links leads nowhere");
+}
+
+#[test]
+fn long_names_are_read_in_every_form() {
+    let long = format!("opt/{}/app", "d".repeat(300));
+    let archive = Archive::oci(&[base().file(&long, &Maker::static_program().make()).done()]);
+    let report = archive.check().unwrap();
+    assert!(report.findings[0].what.contains(&long), "{report:?}");
+}
+
+#[test]
+fn hostile_names_and_links_stay_inside_and_end() {
+    let layer = base()
+        .raw_name(b"../../../../bin/app", &Maker::static_program().make())
+        .raw_name(b"a/.wh...", b"")
+        .raw_name(b"b/.wh..", b"")
+        .raw_name(b".wh.", b"")
+        .link("loop", "loop")
+        .link("x/up", "../../../../../../..")
+        .file("loop/y", b"")
+        .done();
+    let report = Archive::oci(&[layer]).check().unwrap();
+    assert_eq!(report.verdict, Verdict::Unknown);
+    assert!(report.incomplete.unwrap().contains("make no sense"));
+    // `..` ends at the root, as it does for the runtime: that entry is the program that is started.
+    assert_eq!(report.findings[0].id, "entry-static");
+}
+
+#[test]
+fn bombs_end_at_the_limit_and_leave_the_answer_open() {
+    let zeros = Tar::new().file("zeros", &vec![0; 8 << 20]).done();
+    let limits = Limits { bytes: 1 << 20, ..Limits::default() };
+    for layer in [gzip(&zeros), zeros.clone()] {
+        let report = Archive::oci(&[base().done(), layer]).check_within(limits).unwrap();
+        assert_eq!(report.verdict, Verdict::Unknown);
+        assert!(report.incomplete.unwrap().contains("unpacks to more"));
+    }
+    let many = (0..100).fold(base(), |tar, n| tar.file(&n.to_string(), b"")).done();
+    let limits = Limits { entries: 50, ..Limits::default() };
+    assert_eq!(Archive::oci(&[many]).check_within(limits).unwrap().verdict, Verdict::Unknown);
+    // A name without end.
+    let mut header = Tar::header(tar::EntryType::GNULongName, 1 << 20);
+    header.set_cksum();
+    let mut tar = base();
+    tar.0.append(&header, &vec![b'x'; 1 << 20][..]).unwrap();
+    let report = Archive::oci(&[tar.done()]).check().unwrap();
+    assert!(report.incomplete.unwrap().contains("longer than any"));
+}
+
+#[test]
+fn what_is_no_image_is_told_with_the_remedy() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = |bytes: &[u8]| {
+        let path = folder.path().join("x");
+        std::fs::write(&path, bytes).unwrap();
+        check(&path, &Node::without_shim(), Limits::default(), &mut |_| {}).unwrap_err().to_string()
+    };
+    assert!(error(&gzip(b"x")).contains("decompress it first"));
+    assert!(error(&base().done()).contains("docker save"));
+    assert!(error(&[7; 4096]).contains("docker save"));
+    let missing = Tar::new().file("manifest.json", br#"[{"Config":"c","Layers":["x"]}]"#).done();
+    assert!(error(&missing).contains("not there"));
+    let cyclic = serde_json::json!({"manifests": [{"digest": "sha256:00"}]}).to_string();
+    let cyclic =
+        Tar::new().file("index.json", cyclic.as_bytes()).file("blobs/sha256/00", cyclic.as_bytes()).done();
+    assert!(error(&cyclic).contains("without end"));
+    let escape = serde_json::json!({"manifests": [{"digest": "sha256:../../etc/passwd"}]}).to_string();
+    assert!(error(&Tar::new().file("index.json", escape.as_bytes()).done()).contains("no digest"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn a_changed_archive_is_checked_or_refused(
+        changes in proptest::collection::vec((any::<proptest::sample::Index>(), any::<u8>()), 1..30),
+        compressed in 0..3_u8,
+        cut in proptest::option::of(any::<proptest::sample::Index>()),
+    ) {
+        let layer = base().done();
+        let layer = match compressed { 0 => layer, 1 => gzip(&layer), _ => zstd(&layer) };
+        let mut bytes = std::fs::read(Archive::oci(&[layer]).path()).unwrap();
+        for (at, value) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        let _ = Archive::of(&bytes).check();
+    }
+}
