@@ -7,7 +7,10 @@ use std::{
     ffi::{OsStr, OsString},
     fs::File,
     io::{self, Read, Write},
-    os::{fd::OwnedFd, unix::ffi::OsStrExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
     path::{Component, Path, PathBuf},
     process,
     sync::atomic::{AtomicU32, Ordering},
@@ -120,6 +123,19 @@ impl Rootfs {
     pub fn stat(&self, path: &Path) -> Result<Option<Stat>, RootfsError> {
         let Some(fd) = self.look_up(path, OFlags::PATH, ResolveFlags::empty())? else { return Ok(None) };
         fs::fstat(&fd).map(Some).map_err(|reason| failed(path, "look at it", reason))
+    }
+
+    /// Where `path` leads, symlinks followed within the root: a path without any, as the container sees it; `None`
+    /// where there is nothing. For a root that nobody changes meanwhile: the path is only true until then.
+    pub fn resolve(&self, path: &Path) -> Result<Option<PathBuf>, RootfsError> {
+        let Some(fd) = self.look_up(path, OFlags::PATH, ResolveFlags::empty())? else { return Ok(None) };
+        let real = |fd: &OwnedFd| {
+            let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+            link_target_at(&link).map_err(|reason| failed(path, "tell where it leads", reason))
+        };
+        let (real, root) = (real(&fd)?, real(&self.fd)?);
+        let below = real.strip_prefix(&root).map_err(|_| failed(path, "tell where it leads", Errno::XDEV))?;
+        Ok(Some(Path::new("/").join(below)))
     }
 
     /// Opens the regular file at `path` for reading, symlinks followed within the root; `None` where there is
@@ -297,6 +313,11 @@ fn temporary_name() -> OsString {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     format!(".vcuda-{}-{}-{}", process::id(), now.subsec_nanos(), NEXT.fetch_add(1, Ordering::Relaxed)).into()
+}
+
+fn link_target_at(link: &str) -> Result<PathBuf, Errno> {
+    let target = fs::readlink(link, Vec::with_capacity(TARGET_MAX_BYTES))?;
+    Ok(OsStr::from_bytes(target.as_bytes()).into())
 }
 
 fn link_target(parent: &OwnedFd, name: &OsStr) -> Result<Option<PathBuf>, Errno> {

@@ -68,6 +68,24 @@ fn absolute_and_relative_symlinks_mean_what_they_mean_in_the_container() {
 }
 
 #[test]
+fn a_path_is_resolved_to_one_without_links() {
+    let host = Host::new();
+    fs::create_dir_all(host.at("usr/lib")).unwrap();
+    fs::write(host.at("usr/lib/libx.so.1.2"), "").unwrap();
+    symlink("usr/lib", host.at("lib")).unwrap();
+    symlink("libx.so.1.2", host.at("usr/lib/libx.so.1")).unwrap();
+    symlink("/lib/libx.so.1", host.at("usr/lib/libx.so")).unwrap();
+    let resolve = |path: &str| host.root.resolve(Path::new(path)).unwrap();
+    assert_eq!(resolve("/lib/libx.so").unwrap(), Path::new("/usr/lib/libx.so.1.2"));
+    assert_eq!(resolve("/").unwrap(), Path::new("/"));
+    assert_eq!(resolve("/lib/none"), None);
+    symlink(host.outside().join("canary"), host.at("trap")).unwrap();
+    assert_eq!(resolve("/trap"), None);
+    let machine = Rootfs::open(Path::new("/")).unwrap();
+    assert_eq!(machine.resolve(Path::new("/proc/../proc")).unwrap().unwrap(), Path::new("/proc"));
+}
+
+#[test]
 fn magic_links_are_not_followed() {
     // The whole machine as the root: /proc/self/root would be a way out of a smaller one.
     let root = Rootfs::open(Path::new("/")).unwrap();
