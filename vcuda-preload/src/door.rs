@@ -1,5 +1,5 @@
-//! Looking symbols up by name: what `dlsym` and `dlvsym` answer for the driver's symbols, and the functions that the
-//! driver's own look-up hands out. Both answer from the one table.
+//! Looking symbols up by name: what `dlsym` answers for the driver's symbols, and the functions that the driver's own
+//! look-up hands out. Both answer from the one table.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -9,7 +9,6 @@ use std::{
 
 use crate::{
     errno, libc_door,
-    libc_door::LinkMap,
     real::{self, Library, driver},
 };
 
@@ -30,8 +29,10 @@ impl Symbol {
     fn of(name: &CStr) -> Option<Self> {
         let name = name.to_bytes();
         match name {
-            // Not cudart's, cuBLAS's, cuDNN's and so on: theirs go on in lower case.
-            [b'c', b'u', b'A'..=b'Z', ..] => Some(Self::Cuda(real::cuda::find(name))),
+            // Not cudart's, cuBLAS's, cuDNN's and so on: theirs go on in lower case. The debugger's interface does too.
+            [b'c', b'u', b'A'..=b'Z', ..] | [b'c', b'u', b'd', b'b', b'g', ..] => {
+                Some(Self::Cuda(real::cuda::find(name)))
+            }
             [b'n', b'v', b'm', b'l', b'A'..=b'Z', ..] => Some(Self::Nvml(real::nvml::find(name))),
             _ => None,
         }
@@ -63,33 +64,9 @@ pub(crate) extern "C" fn answer_dlsym(
     caller: *const c_void,
 ) -> Answer {
     libc_door::find();
+    let as_asked = Answer { address: null(), ask: handle };
     // SAFETY: the caller of `dlsym` passes a C string.
     let name = unsafe { name.as_ref().map(|name| CStr::from_ptr(name)) };
-    // SAFETY: the handle is the caller's; for RTLD_DEFAULT the global scope begins the same for all callers.
-    answer(handle, name, caller, |name| unsafe { libc_door::dlsym(handle, name) })
-}
-
-/// See `jump::dlvsym`.
-pub(crate) extern "C" fn answer_dlvsym(
-    handle: *mut c_void,
-    name: *const c_char,
-    version: *const c_char,
-    caller: *const c_void,
-) -> Answer {
-    libc_door::find();
-    // SAFETY: the caller of `dlvsym` passes a C string.
-    let name = unsafe { name.as_ref().map(|name| CStr::from_ptr(name)) };
-    // SAFETY: as above.
-    answer(handle, name, caller, |name| unsafe { libc_door::dlvsym(handle, name, version) })
-}
-
-fn answer(
-    handle: *mut c_void,
-    name: Option<&CStr>,
-    caller: *const c_void,
-    look_up: impl Fn(&CStr) -> *mut c_void,
-) -> Answer {
-    let as_asked = Answer { address: null(), ask: handle };
     let Some((name, symbol)) = name.and_then(|name| Some((name, Symbol::of(name)?))) else { return as_asked };
     let _kept = errno::Keep::new();
 
@@ -106,7 +83,8 @@ fn answer(
         // We are not after the caller, but the driver would have been.
         null()
     } else {
-        look_up(name).cast_const()
+        // SAFETY: the handle is the caller's; for RTLD_DEFAULT the global scope begins the same for all callers.
+        unsafe { libc_door::dlsym(handle, name) }.cast_const()
     };
     if found.is_null() {
         let may_be_ours = handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT || is_us(handle);
@@ -127,6 +105,16 @@ fn answer(
 
 fn ask_driver(symbol: &Symbol) -> Answer {
     Answer { address: null(), ask: symbol.library().open() }
+}
+
+/// `struct link_map` of `<link.h>`, the part that every glibc has.
+#[repr(C)]
+struct LinkMap {
+    address: usize,
+    name: *const c_char,
+    dynamic: *const c_void,
+    next: *const LinkMap,
+    previous: *const LinkMap,
 }
 
 /// A loaded object: the loader's entry for it, and the path it was loaded from. Both null for none.

@@ -1,5 +1,5 @@
 //! Code that must not have a stack frame of its own: the exports that jump to the driver's function, whatever its
-//! arguments are, and the `dlsym` and `dlvsym` that stand before the C library's. The only file with machine code.
+//! arguments are, and the `dlsym` that stands before the C library's. The only file with machine code.
 
 /// Exports `$symbol`, number `$index` of library `$library`: a jump to the driver's function of that name. Two
 /// instructions more than calling it directly, once it is resolved.
@@ -106,33 +106,6 @@ unsafe extern "C" fn dlsym() {
         "ret",
         answer = sym crate::door::answer_dlsym,
         real = sym crate::libc_door::DLSYM,
-    )
-}
-
-/// `void *dlvsym(void *handle, const char *symbol, const char *version)`.
-#[cfg(target_arch = "x86_64")]
-#[unsafe(naked)]
-#[unsafe(no_mangle)]
-unsafe extern "C" fn dlvsym() {
-    std::arch::naked_asm!(
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "mov rcx, [rsp + 24]",
-        "call {answer}",
-        "mov rcx, rdx",
-        "pop rdx",
-        "pop rsi",
-        "pop rdi",
-        "test rax, rax",
-        "jne 2f",
-        "mov rdi, rcx",
-        "mov rax, [rip + {real}]",
-        "jmp rax",
-        "2:",
-        "ret",
-        answer = sym crate::door::answer_dlvsym,
-        real = sym crate::libc_door::DLVSYM,
     )
 }
 

@@ -73,11 +73,13 @@ pub(crate) struct Slot {
     pub start: AtomicU64,
     /// Inode of the process's PID namespace.
     pub pid_namespace: AtomicU64,
+    /// Differs from the program that the process ran before its last exec.
+    pub program: AtomicU64,
     /// Kernel launches.
     pub launches: AtomicU64,
     /// Time that launches were held back, in nanoseconds.
     pub throttled_ns: AtomicU64,
-    _reserved: [AtomicU64; 27],
+    _reserved: [AtomicU64; 26],
     /// Per GPU: see `account::Held`.
     pub held: [AtomicPair; MAX_GPUS],
 }
@@ -119,6 +121,6 @@ mod tests {
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
         assert_eq!((offset_of!(UsageFile, slots), size_of::<Slot>()), (8192, 512));
         assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
-        assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (24, 256));
+        assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (32, 256));
     }
 }

@@ -12,6 +12,8 @@ pub(crate) struct Identity {
     pub start: u64,
     /// Inode of the namespace; 0 if `/proc` does not tell.
     pub pid_namespace: u64,
+    /// Random bytes that the kernel gives a program when it starts (AT_RANDOM of getauxval(3)): another after exec.
+    pub program: u64,
 }
 
 /// PF_EXITING of `include/linux/sched.h`, field 9 of `/proc/<pid>/stat`.
@@ -26,7 +28,14 @@ struct Stat {
 impl Identity {
     pub fn of_caller() -> Self {
         let pid = std::process::id();
-        Self { pid, start: stat(pid).map_or(0, |stat| stat.start), pid_namespace: own_namespace() }
+        let start = stat(pid).map_or(0, |stat| stat.start);
+        Self { pid, start, pid_namespace: own_namespace(), program: own_program() }
+    }
+
+    /// Whether this may be the caller, without asking `/proc`. Only wrong for a process of the same number in another
+    /// PID namespace that forked from the same program.
+    pub fn may_be_caller(self) -> bool {
+        self.pid == std::process::id() && self.program == own_program()
     }
 
     /// Whether this process has begun to exit and the kernel is not done with it. A zombie is done: its files are
@@ -38,6 +47,13 @@ impl Identity {
                 stat.start == self.start && stat.flags & PF_EXITING != 0 && !matches!(stat.state, b'Z' | b'X')
             })
     }
+}
+
+fn own_program() -> u64 {
+    // SAFETY: no memory is involved.
+    let random = unsafe { libc::getauxval(libc::AT_RANDOM) } as *const u64;
+    // SAFETY: null, or sixteen bytes that stay for as long as the program runs.
+    if random.is_null() { 0 } else { unsafe { random.read_unaligned() } }
 }
 
 fn own_namespace() -> u64 {

@@ -163,7 +163,7 @@ mod tests {
         // A process's own locks never show to itself; tests/processes.rs looks from another one.
         assert_eq!(snapshot.gpus[1], GpuUsage { used_bytes: 0, refusals: 1 });
         assert_eq!(snapshot.launches, 5);
-        assert_eq!(usage.used(Some(me), 1), 3 << 20);
+        assert_eq!((usage.used(Some(me), 1), usage.used(None, 1)), (3 << 20, 3 << 20));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::{
     layout::{Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
     limits::{replace, stamp},
     mapping::{Mapping, invalid, open},
-    process,
+    process::Identity,
 };
 
 /// A container's `usage` file. All figures are bytes; GPUs are numbered as in `limits`.
@@ -86,29 +86,37 @@ impl Usage {
         usage
     }
 
-    /// Claims a slot for the calling process. Once is enough; after fork, the child claims its own.
+    /// Claims a slot for the calling process, or finds the one that it has: two copies of the shim in one process (as
+    /// dlmopen(3) makes) share it. After fork, the child claims its own.
     ///
     /// # Errors
     /// All [`MAX_PROCESSES`] slots belong to living processes, or the kernel refuses locks.
     pub fn claim(&self) -> io::Result<Process> {
+        let me = Identity::of_caller();
+        for slot in self.claimed() {
+            // Locking what one has locked already succeeds.
+            if self.identity(slot) == me && self.lock(slot, libc::F_WRLCK)? {
+                return Ok(Process { slot });
+            }
+        }
         for slot in 0..MAX_PROCESSES {
             if !self.lock(slot, libc::F_WRLCK)? {
                 continue;
             }
             // The lock is ours, but memory of a process that is still being torn down stays where it is.
             if (0..MAX_GPUS).any(|gpu| self.account(gpu).held(slot) > 0) {
-                if self.torn_down(slot) {
+                if !self.identity(slot).is_exiting() {
                     (0..MAX_GPUS).for_each(|gpu| _ = self.account(gpu).reap(slot, || true));
                 } else {
                     self.lock(slot, libc::F_UNLCK)?;
                     continue;
                 }
             }
-            let Slot { pid, start, pid_namespace, .. } = &self.file.slots[slot];
-            let me = process::Identity::of_caller();
+            let Slot { pid, start, pid_namespace, program, .. } = &self.file.slots[slot];
             pid.store(u64::from(me.pid), Relaxed);
             start.store(me.start, Relaxed);
             pid_namespace.store(me.pid_namespace, Relaxed);
+            program.store(me.program, Relaxed);
             self.file.claimed[slot / 64].fetch_or(1 << (slot % 64), Release);
             return Ok(Process { slot });
         }
@@ -224,22 +232,26 @@ impl Usage {
     }
 
     /// Whether the process of `slot` is gone, and the driver has its memory back.
-    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
-        // One's own lock never shows.
-        if me.is_some_and(|me| me.slot == slot) {
-            return false;
-        }
-        matches!(locked(self.fd, slot), Ok(None)) && self.torn_down(slot)
-    }
-
+    ///
     /// The kernel drops locks before it closes the driver's files. While a process of this PID namespace is still on
     /// its way out, its memory is not back. Elsewhere the lock alone decides.
-    fn torn_down(&self, slot: usize) -> bool {
-        let Slot { pid, start, pid_namespace, .. } = &self.file.slots[slot];
-        let Ok(pid) = u32::try_from(pid.load(Relaxed)) else { return true };
-        let identity =
-            process::Identity { pid, start: start.load(Relaxed), pid_namespace: pid_namespace.load(Relaxed) };
-        !identity.is_exiting()
+    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+        let identity = self.identity(slot);
+        // One's own lock never shows, nor does that of another copy of the shim in this process.
+        if me.is_some_and(|me| me.slot == slot) || identity.may_be_caller() {
+            return false;
+        }
+        matches!(locked(self.fd, slot), Ok(None)) && !identity.is_exiting()
+    }
+
+    fn identity(&self, slot: usize) -> Identity {
+        let Slot { pid, start, pid_namespace, program, .. } = &self.file.slots[slot];
+        Identity {
+            pid: u32::try_from(pid.load(Relaxed)).unwrap_or(0),
+            start: start.load(Relaxed),
+            pid_namespace: pid_namespace.load(Relaxed),
+            program: program.load(Relaxed),
+        }
     }
 
     /// Sets or drops the calling process's lock on `slot`; false if another process has it.

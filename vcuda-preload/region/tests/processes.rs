@@ -40,6 +40,16 @@ fn worker() {
             // The process stays, its memory goes.
             panic!("{}", Command::new("cat").exec());
         }
+        "twice" => {
+            let bytes = u64::try_from(number).unwrap();
+            let me = hold_first(&usage, bytes);
+            // Another copy of the shim, with nothing of the first but the process.
+            let again = Usage::open(Path::new(&env::var(FILE).unwrap())).unwrap();
+            assert_eq!(again.claim().unwrap(), me);
+            again.take(me, GPU, bytes, CEILING).unwrap();
+            say("held twice");
+            wait_for_end_of_input();
+        }
         "fork" => {
             let bytes = u64::try_from(number).unwrap();
             hold_first(&usage, bytes);
@@ -295,6 +305,14 @@ fn memory_of_a_process_comes_back_when_it_execs() {
     worker.input.as_mut().unwrap().write_all(b"replaced\n").unwrap();
     worker.wait_for("replaced");
     assert_eq!(share.used(), 0);
+}
+
+#[test]
+fn two_copies_of_the_shim_in_a_process_share_its_slot() {
+    let share = Share::new();
+    let mut worker = share.start("twice", 4096);
+    worker.wait_for("held twice");
+    assert_eq!(share.used(), 8192);
 }
 
 #[test]
