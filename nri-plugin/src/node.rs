@@ -64,14 +64,10 @@ impl Node {
     /// Takes hold of the node that `file` describes.
     pub fn start(file: &NodeFile) -> Result<Self, NodeError> {
         let lock = lock(&file.paths)?;
-        let node = Self {
-            binder: Arc::new(Binder::open(file.paths.clone())?),
-            ready: ready_file(&file.paths),
-            _lock: lock,
-        };
-        // What a killed predecessor left.
-        node.set_ready(None);
-        Ok(node)
+        // What a killed predecessor left says that we are ready as soon as the lock is ours, so it goes first.
+        let ready = ready_file(&file.paths);
+        show_ready(&ready, None);
+        Ok(Self { binder: Arc::new(Binder::open(file.paths.clone())?), ready, _lock: lock })
     }
 
     /// The binder.
@@ -82,16 +78,20 @@ impl Node {
     /// Shows in `<run>/nri-plugin.ready` that containers get their shares from the runtime named, or, with None,
     /// that they do not.
     pub fn set_ready(&self, runtime: Option<&str>) {
-        let done = match runtime {
-            Some(runtime) => fs::write(&self.ready, format!("{runtime}\n")),
-            None => match fs::remove_file(&self.ready) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                done => done,
-            },
-        };
-        if let Err(error) = done {
-            tracing::warn!(path = %self.ready.display(), %error, "readiness cannot be shown");
-        }
+        show_ready(&self.ready, runtime);
+    }
+}
+
+fn show_ready(file: &Path, runtime: Option<&str>) {
+    let done = match runtime {
+        Some(runtime) => fs::write(file, format!("{runtime}\n")),
+        None => match fs::remove_file(file) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        },
+    };
+    if let Err(error) = done {
+        tracing::warn!(path = %file.display(), %error, "readiness cannot be shown");
     }
 }
 
