@@ -23,6 +23,9 @@ use crate::{
     vcuda::Vcuda,
 };
 
+/// How much of each log is printed when a test fails.
+const LOG_LINES: usize = 40;
+
 /// How a machine is set up.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -87,6 +90,19 @@ impl Folder {
     }
 }
 
+impl Folder {
+    /// The ends of all logs, for whoever reads why a test failed: the folder is about to go.
+    fn print_logs(&self) {
+        let logs = fs::read_dir(&self.0).into_iter().flatten().flatten().map(|entry| entry.path());
+        for log in logs.filter(|path| path.extension().is_some_and(|kind| kind == "log")) {
+            let text = String::from_utf8_lossy(&fs::read(&log).unwrap_or_default()).into_owned();
+            let lines: Vec<_> = text.lines().collect();
+            let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n");
+            eprintln!("--- {}\n{last}", log.display());
+        }
+    }
+}
+
 impl Deref for Folder {
     type Target = Path;
 
@@ -97,6 +113,9 @@ impl Deref for Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.print_logs();
+        }
         teardown::node(&self.0);
     }
 }

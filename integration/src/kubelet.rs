@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    fs,
+    fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
@@ -130,7 +130,11 @@ impl Kubelet {
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
             if entry.file_name() != CHECKPOINT && !entry.file_type()?.is_dir() {
-                fs::remove_file(entry.path())?;
+                match fs::remove_file(entry.path()) {
+                    // A plugin takes its own socket away when it sees kubelet's go.
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+                    _ => {}
+                }
             }
         }
         self.shared.lock().devices = Devices::load(&self.folder.join(CHECKPOINT))?;

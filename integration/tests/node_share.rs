@@ -177,7 +177,7 @@ async fn spec_of(node: &Node, pod: &Pod) -> Value {
 async fn requests_that_can_never_be_met_are_refused_with_field_and_remedy() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
     for (core, memory, says) in [
-        (150, 0, ["150", "multiple of 100"]),
+        (150, 0, ["150", "whole GPUs (100, 200"]),
         (20, 0, ["vcuda-memory is missing", "256 MiB"]),
         (0, 32, ["vcuda-core is missing", "at least 1 core"]),
     ] {
