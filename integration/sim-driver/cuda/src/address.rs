@@ -13,8 +13,8 @@ const FOUND: i32 = 0;
 const UNKNOWN: i32 = 1;
 const TOO_OLD: i32 = 2;
 
-/// The first version with per-thread default streams.
-const PER_THREAD_SINCE: i32 = 7000;
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const PER_THREAD: u64 = 2;
 
 fn find(name: &[u8], version: i32, flags: u64) -> Result<&'static Variant, i32> {
     let at = NAMES.binary_search_by(|(known, _)| known.as_bytes().cmp(name)).map_err(|_| UNKNOWN)?;
@@ -23,9 +23,9 @@ fn find(name: &[u8], version: i32, flags: u64) -> Result<&'static Variant, i32> 
         let fits = |variant: &&Variant| variant.per_thread == per_thread && variant.version <= version;
         variants.iter().filter(fits).max_by_key(|variant| variant.version)
     };
-    let plain = newest(false);
-    let per_thread = newest(true).filter(|_| flags & 2 != 0 && version >= PER_THREAD_SINCE);
-    per_thread.or(plain).ok_or(TOO_OLD)
+    // A name that has entries for per-thread default streams has nothing else for who asks for them.
+    let per_thread = flags & PER_THREAD != 0 && variants.iter().any(|variant| variant.per_thread);
+    newest(per_thread).ok_or(TOO_OLD)
 }
 
 /// # Safety

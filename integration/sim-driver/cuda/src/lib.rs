@@ -1,7 +1,6 @@
 //! The library that stands for `libcuda.so.1`. What a call does is in the module of its subject; every other name
 //! of the real library is there too and answers `CUDA_ERROR_NOT_SUPPORTED`.
 
-
 mod address;
 mod context;
 mod device;

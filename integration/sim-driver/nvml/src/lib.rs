@@ -1,7 +1,6 @@
 //! The library that stands for `libnvidia-ml.so.1`. Every name of the real library is there; what is not modelled
 //! answers `NVML_ERROR_NOT_SUPPORTED`.
 
-
 mod device;
 mod events;
 mod system;
