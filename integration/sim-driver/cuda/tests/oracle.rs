@@ -1,7 +1,7 @@
 //! The simulated `cuGetProcAddress` against the real driver's, which answers without a GPU too: every exported name
 //! and every base name, at every version that brought an ABI and just below, with all flags.
 
-#![expect(missing_docs, clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
