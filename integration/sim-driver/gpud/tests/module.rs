@@ -1,6 +1,6 @@
 //! The daemon in the kernel module's place: memory runs out exactly, and comes back with the process that held it.
 
-#![expect(missing_docs, clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::unwrap_used, reason = "a test")]
 
 use std::{
     fs,
