@@ -2,9 +2,9 @@
 //! Symlinks mean what they mean inside that root, so a driver container's root works like the host's. It looks at
 //! files only: whether a GPU answers is NVML's to say.
 //!
-//! Of the driver's libraries those for graphics, video and displays are left out. They reach the GPU's memory by
-//! ways of their own, past any limit that the CUDA driver's interface can hold. All else comes along, also what
-//! a driver newer than this list brings: CUDA needed `libnvidia-gpucomp` from one release to the next.
+//! Libraries for graphics, video and displays are left out. All else comes along, also what a driver newer than this
+//! list brings: CUDA needed `libnvidia-gpucomp` from one release to the next. OpenCL is for whole GPUs only: its
+//! library opens the device nodes itself, past any limit that the CUDA driver's interface can hold (seen in 550).
 
 use std::{
     collections::BTreeMap,
@@ -45,6 +45,9 @@ const LIBRARY_FOLDERS: [&str; 9] = [
 
 const PROGRAM_FOLDERS: [&str; 6] =
     ["/usr/bin", "/usr/sbin", "/bin", "/sbin", "/usr/local/bin", "/usr/local/nvidia/bin"];
+
+/// Where Debian keeps programs that its alternatives link into `/usr/bin`.
+const PROGRAMS_BEHIND_LINKS: &str = "/usr/lib/nvidia/current";
 
 const PROGRAMS: [&str; 5] = [
     "nvidia-smi",
@@ -96,6 +99,12 @@ const LEFT_OUT: [&str; 32] = [
     "libXNVCtrl",
 ];
 
+/// Libraries that reach the GPU without libcuda and yet are for computing, by the beginning of their names.
+const PAST_CUDA: [&str; 2] = ["libnvidia-allocator", "libnvidia-opencl"];
+
+/// Where OpenCL's loader reads which library to take.
+const OPENCL_VENDOR: &str = "/etc/OpenCL/vendors/nvidia.icd";
+
 const CUDA: &str = "libcuda.so.";
 const NVML: &str = "libnvidia-ml.so.";
 
@@ -116,17 +125,23 @@ pub struct Driver {
     pub cuda: Library,
     /// `libnvidia-ml.so.<version>`.
     pub nvml: Library,
-    /// The other libraries, by name.
+    /// The other libraries that CUDA and its tools need, by name.
     pub libraries: Vec<Library>,
+    /// Libraries that reach the GPU's memory by a way of their own: for containers with whole GPUs.
+    pub past_cuda: Vec<Library>,
+    /// The file that says where OpenCL is, which is one of these.
+    pub opencl_vendor: Option<DriverFile>,
     /// Programs and firmware.
     pub files: Vec<DriverFile>,
     /// Sockets of daemons that run now.
     pub sockets: Vec<DriverFile>,
 }
 
-/// A library in the driver's library folder.
+/// A library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
+    /// Its folder, as containers see it. Debian spreads a driver's libraries over two.
+    pub folder: PathBuf,
     /// File name, such as `libcuda.so.550.163.01`.
     pub name: String,
     /// Name that programs ask for, such as `libcuda.so.1`; the file name where it has no other.
@@ -193,21 +208,19 @@ impl Driver {
             }
         }
         let tried = if tried.is_empty() {
-            format!("no libcuda.so.1 in its /etc/ld.so.cache nor in {}", library_folders().join(", "))
+            let folders: Vec<_> = library_folders().map(|folder| folder.display().to_string()).collect();
+            format!("no libcuda.so.1 in its /etc/ld.so.cache nor in {}", folders.join(", "))
         } else {
             tried.join(", ")
         };
         Err(DriverError::NotFound { root: root.into(), tried })
     }
+}
 
-    /// Place of a library in a container.
-    pub fn library_path(&self, name: &str) -> PathBuf {
-        self.library_dir.join(name)
-    }
-
-    /// All libraries.
-    pub fn all_libraries(&self) -> impl Iterator<Item = &Library> {
-        [&self.cuda, &self.nvml].into_iter().chain(&self.libraries)
+impl Library {
+    /// Where containers get it.
+    pub fn path(&self) -> PathBuf {
+        self.folder.join(&self.name)
     }
 }
 
@@ -237,10 +250,9 @@ impl Search<'_> {
             places.extend(ours.map(|entry| PathBuf::from(&entry.path)));
         }
         for folder in library_folders() {
-            let folder = Path::new(&folder);
             places.push(folder.join("libcuda.so.1"));
             // That link is made by ldconfig, which nobody need have run in a driver container.
-            let names = self.names(folder)?;
+            let names = self.names(&folder)?;
             let versioned = names.iter().filter(|name| version_of(name, CUDA).is_some());
             places.extend(versioned.map(|name| folder.join(name)));
         }
@@ -282,32 +294,53 @@ impl Search<'_> {
     fn rest(&self, core: Core) -> Result<Driver, RootfsError> {
         let Core { library_dir, version, cuda, nvml } = core;
         let mut libraries = BTreeMap::new();
-        for name in self.names(&library_dir)? {
-            if name == cuda.name || name == nvml.name || !is_wanted(&name, &version) {
-                continue;
-            }
-            // A symlink to one that comes along under its own name, such as libnvidia-nvvm.so.4.
-            let path = library_dir.join(&name);
-            let link = self.rootfs.read_link(&path)?;
-            if link.is_some_and(|target| target.to_str().is_some_and(|target| is_wanted(target, &version))) {
-                continue;
-            }
-            match self.library(&library_dir, &name)? {
-                Ok(library) => {
+        let mut folders = vec![library_dir.clone()];
+        for folder in library_folders() {
+            folders.extend(self.rootfs.resolve(&folder)?.filter(|folder| !folders.contains(folder)));
+        }
+        for folder in folders {
+            for name in self.names(&folder)? {
+                if [&cuda.name, &nvml.name].contains(&&name) || libraries.contains_key(&name) {
+                    continue;
+                }
+                if let Some(library) = self.other(&folder, &name, &version)? {
                     libraries.insert(name, library);
                 }
-                Err(reason) => warn!(library = %path.display(), reason, "left out of containers"),
             }
         }
+        let past_cuda = |library: &Library| PAST_CUDA.iter().any(|stem| library.name.starts_with(stem));
+        let (past_cuda, libraries) = libraries.into_values().partition(past_cuda);
         Ok(Driver {
             root: self.root.into(),
             files: [self.programs()?, self.firmware(&version)?].concat(),
             sockets: self.sockets()?,
-            libraries: libraries.into_values().collect(),
+            opencl_vendor: self.there(Path::new(OPENCL_VENDOR), FileType::RegularFile)?,
+            past_cuda,
+            libraries,
             library_dir,
             version,
             cuda,
             nvml,
+        })
+    }
+
+    /// The library `name` in `folder`, if it is one of driver `version` that computing needs.
+    fn other(&self, folder: &Path, name: &str, version: &str) -> Result<Option<Library>, RootfsError> {
+        if !is_wanted(name, version) {
+            return Ok(None);
+        }
+        // A symlink to one that comes along under its own name, such as libnvidia-nvvm.so.4.
+        let path = folder.join(name);
+        let target = self.rootfs.read_link(&path)?;
+        if target.is_some_and(|target| target.to_str().is_some_and(|target| is_wanted(target, version))) {
+            return Ok(None);
+        }
+        Ok(match self.library(folder, name)? {
+            Ok(library) => Some(library),
+            Err(reason) => {
+                warn!(library = %path.display(), reason, "left out of containers");
+                None
+            }
         })
     }
 
@@ -336,16 +369,19 @@ impl Search<'_> {
             name if name.starts_with(NVML) => format!("{NVML}1"),
             name => name.into(),
         });
-        Ok(Ok(Library { name: name.into(), soname, host: self.on_host(&real) }))
+        Ok(Ok(Library { folder: folder.into(), name: name.into(), soname, host: self.on_host(&real) }))
     }
 
     fn programs(&self) -> Result<Vec<DriverFile>, RootfsError> {
         let mut programs = Vec::new();
         for name in PROGRAMS {
-            for folder in PROGRAM_FOLDERS {
-                let path = Path::new(folder).join(name);
-                if let Some(file) = self.there(&path, FileType::RegularFile)? {
-                    programs.push(file);
+            for folder in PROGRAM_FOLDERS.into_iter().chain([PROGRAMS_BEHIND_LINKS]) {
+                let place = Path::new(folder).join(name);
+                if let Some(mut program) = self.there(&place, FileType::RegularFile)? {
+                    if folder == PROGRAMS_BEHIND_LINKS {
+                        program.path = Path::new("/usr/bin").join(name);
+                    }
+                    programs.push(program);
                     break;
                 }
             }
@@ -399,8 +435,8 @@ impl Search<'_> {
     }
 }
 
-fn library_folders() -> Vec<String> {
-    LIBRARY_FOLDERS.iter().map(|folder| folder.replace("{}", TRIPLET)).collect()
+fn library_folders() -> impl Iterator<Item = PathBuf> {
+    LIBRARY_FOLDERS.iter().map(|folder| folder.replace("{}", TRIPLET).into())
 }
 
 /// The driver version at the end of `name`, which begins with `stem`: numbers, at least two, as in `535.261.03`.
@@ -419,3 +455,5 @@ fn is_wanted(name: &str, version: &str) -> bool {
     drivers && !LEFT_OUT.iter().any(|left_out| name.starts_with(left_out))
 }
 
+#[cfg(test)]
+pub(crate) mod tests;

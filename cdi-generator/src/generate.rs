@@ -13,7 +13,7 @@ use thiserror::Error;
 use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, Paths};
 
 use crate::{
-    driver::{Driver, Library},
+    driver::{Driver, DriverFile, Library},
     file::{self, FileError},
     rules,
     spec::{ContainerEdits, Device, Hook, Mount, Spec},
@@ -31,6 +31,9 @@ const HOOK: &str = "vcuda-hook";
 /// The hooks' whole environment. It must not be empty: a hook without one inherits the image's from some
 /// runtimes, `LD_PRELOAD` included (CVE-2025-23266).
 const HOOK_ENV: &str = "VCUDA_HOOK=1";
+
+const CUDA_SONAME: &str = "libcuda.so.1";
+const CUDA_DEVELOPMENT: &str = "libcuda.so";
 
 /// NVIDIA's own container runtime, where it is installed too, must not add GPUs of its own.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES=void";
@@ -71,27 +74,41 @@ pub fn ensure_spec(paths: &Paths, driver: &Driver) -> Result<bool, EnsureError> 
 
 /// The specification for `driver` on a node with these `paths`.
 pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
-    let usual = |library: &Library| mount(&library.host, &driver.library_path(&library.name), &FILE_OPTIONS);
-    let core = [(&driver.cuda, place::REAL_CUDA), (&driver.nvml, place::REAL_NVML)];
-    let device = |name: &str, mounts: [Mount; 2]| Device {
+    let core = [&driver.cuda, &driver.nvml];
+    let computing: Vec<_> = core.into_iter().chain(&driver.libraries).collect();
+    let all: Vec<_> = computing.iter().copied().chain(&driver.past_cuda).collect();
+
+    // The shim takes their usual place, through NRI, and finds them in the private folder.
+    let behind = [place::REAL_CUDA, place::REAL_NVML];
+    let share =
+        core.iter().zip(behind).map(|(library, place)| mount(&library.host, Path::new(place), &FILE_OPTIONS));
+    let whole =
+        core.into_iter().chain(&driver.past_cuda).map(usual).chain(driver.opencl_vendor.as_ref().map(same));
+    let device = |name: &str, mounts: Vec<Mount>, libraries: &[&Library]| Device {
         name: name.into(),
-        container_edits: ContainerEdits { mounts: mounts.into(), ..ContainerEdits::default() },
+        container_edits: ContainerEdits {
+            mounts,
+            hooks: hooks(paths, libraries),
+            ..ContainerEdits::default()
+        },
         ..Device::default()
     };
+    let sockets = driver.sockets.iter().map(|socket| mount(&socket.host, &socket.path, &SOCKET_OPTIONS));
     let mut spec = Spec {
         kind: CDI_KIND.into(),
         devices: vec![
-            // The shim takes their usual place, through NRI, and finds them in the private folder.
-            device(
-                CDI_DEVICE_SHARE,
-                core.map(|(library, place)| mount(&library.host, Path::new(place), &FILE_OPTIONS)),
-            ),
-            device(CDI_DEVICE_WHOLE, core.map(|(library, _)| usual(library))),
+            device(CDI_DEVICE_SHARE, share.collect(), &computing),
+            device(CDI_DEVICE_WHOLE, whole.collect(), &all),
         ],
         container_edits: ContainerEdits {
             env: vec![VISIBLE_DEVICES.into()],
-            mounts: other_mounts(driver, usual),
-            hooks: hooks(paths, driver),
+            mounts: driver
+                .libraries
+                .iter()
+                .map(usual)
+                .chain(driver.files.iter().map(same))
+                .chain(sockets)
+                .collect(),
             ..ContainerEdits::default()
         },
         ..Spec::default()
@@ -100,22 +117,16 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     spec
 }
 
-fn other_mounts(driver: &Driver, usual: impl Fn(&Library) -> Mount) -> Vec<Mount> {
-    let libraries = driver.libraries.iter().map(usual);
-    let files = driver.files.iter().map(|file| mount(&file.host, &file.path, &FILE_OPTIONS));
-    let sockets = driver.sockets.iter().map(|socket| mount(&socket.host, &socket.path, &SOCKET_OPTIONS));
-    libraries.chain(files).chain(sockets).collect()
-}
-
-/// The hooks, in the order in which they run: the guard looks at what the others left.
-fn hooks(paths: &Paths, driver: &Driver) -> Vec<Hook> {
+/// The hooks for a container with these libraries, in the order in which they run: the guard looks at what the
+/// others left.
+fn hooks(paths: &Paths, libraries: &[&Library]) -> Vec<Hook> {
     let mut links = vec!["links".into()];
-    for (name, target) in links_of(driver) {
-        links.extend(["--link".into(), format!("{target}::{}", text(&driver.library_path(&name)))]);
+    for (path, target) in links_of(libraries) {
+        links.extend(["--link".into(), format!("{target}::{}", text(&path))]);
     }
     let mut ldcache = vec!["ldcache".into()];
-    for name in names_of(driver) {
-        ldcache.extend(["--library".into(), text(&driver.library_path(&name))]);
+    for path in lookups_of(libraries) {
+        ldcache.extend(["--library".into(), text(&path)]);
     }
     let guard =
         vec!["guard".into(), "--state".into(), text(&paths.state), "--install".into(), text(&paths.install)];
@@ -132,25 +143,37 @@ fn hooks(paths: &Paths, driver: &Driver) -> Vec<Hook> {
     [links, ldcache, guard].map(hook).into()
 }
 
-/// Symlinks in the library folder, name to target. The targets' names are the same for a share, whose shim stands
+/// Symlinks beside the libraries, path to target. The targets' names are the same for a share, whose shim stands
 /// under the driver's own names. Where a library is mounted there is no link: nothing can take a mount's place.
-fn links_of(driver: &Driver) -> BTreeMap<String, String> {
+fn links_of(libraries: &[&Library]) -> BTreeMap<PathBuf, String> {
     let mut links = BTreeMap::new();
-    for library in driver.all_libraries() {
-        links.entry(library.soname.clone()).or_insert_with(|| library.name.clone());
+    for library in libraries {
+        links.entry(library.folder.join(&library.soname)).or_insert_with(|| library.name.clone());
     }
     // For programs that look for the file that development packages have.
-    links.entry("libcuda.so".into()).or_insert_with(|| driver.cuda.soname.clone());
-    for library in driver.all_libraries() {
-        links.remove(&library.name);
+    if let Some(cuda) = libraries.iter().find(|library| library.soname == CUDA_SONAME) {
+        links.insert(cuda.folder.join(CUDA_DEVELOPMENT), cuda.soname.clone());
+    }
+    for library in libraries {
+        links.remove(&library.path());
     }
     links
 }
 
-/// Names that the loader is to find.
-fn names_of(driver: &Driver) -> BTreeSet<String> {
-    let names = driver.all_libraries().map(|library| library.soname.clone());
-    names.chain(["libcuda.so".into()]).collect()
+/// What the loader is to find, by the file names of these paths.
+fn lookups_of(libraries: &[&Library]) -> BTreeSet<PathBuf> {
+    let sonames = libraries.iter().map(|library| library.folder.join(&library.soname));
+    sonames.chain(links_of(libraries).into_keys()).collect()
+}
+
+/// A library at its usual place.
+fn usual(library: &Library) -> Mount {
+    mount(&library.host, &library.path(), &FILE_OPTIONS)
+}
+
+/// A file at the same place as on the host.
+fn same(file: &DriverFile) -> Mount {
+    mount(&file.host, &file.path, &FILE_OPTIONS)
 }
 
 fn mount(host: &Path, container: &Path, options: &[&str]) -> Mount {
@@ -167,3 +190,5 @@ fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
+#[cfg(test)]
+mod tests;

@@ -160,6 +160,8 @@ fn generate(args: &Generate, out: &mut dyn Write) -> Result<bool> {
         return Ok(true);
     }
     let (path, written) = (spec_path(&paths), ensure_spec(&paths, &driver)?);
+    // libcuda and NVML are two more.
+    let libraries = driver.libraries.len() + driver.past_cuda.len() + 2;
     match args.output.output {
         Format::Json => {
             let report = json!({
@@ -169,7 +171,7 @@ fn generate(args: &Generate, out: &mut dyn Write) -> Result<bool> {
                     "root": driver.root,
                     "version": driver.version,
                     "libraryDir": driver.library_dir,
-                    "libraries": driver.all_libraries().count(),
+                    "libraries": libraries,
                     "files": driver.files.len(),
                     "sockets": driver.sockets.len(),
                 },
@@ -180,11 +182,11 @@ fn generate(args: &Generate, out: &mut dyn Write) -> Result<bool> {
             let done = if written { "written" } else { "current already" };
             writeln!(
                 out,
-                "{}: {done}; driver {} below {}, {} libraries of {}, {} programs and firmware files, {} sockets",
+                "{}: {done}; driver {} below {}, {} libraries around {}, {} programs and firmware files, {} sockets",
                 path.display(),
                 driver.version,
                 driver.root.display(),
-                driver.all_libraries().count(),
+                libraries,
                 driver.library_dir.display(),
                 driver.files.len(),
                 driver.sockets.len(),
