@@ -1,3 +1,21 @@
-//! In the making.
+//! The device plugin of a node: finds GPUs through NVML, offers shares of them to kubelet, answers kubelet's
+//! Allocate, and watches their health. It knows nothing of OCI specs, and never guesses which pod an Allocate is
+//! for: that is the NRI plugin's to know.
 
 #![forbid(unsafe_code)]
+
+pub mod allocate;
+mod cdi;
+pub mod fatal;
+pub mod folder;
+pub mod health;
+mod keeper;
+pub mod kubelet;
+mod lock;
+pub mod node;
+pub mod nvml;
+pub mod offer;
+pub mod plugin;
+pub mod prefer;
+pub mod status;
+pub mod withdraw;

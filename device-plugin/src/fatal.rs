@@ -1,0 +1,98 @@
+//! Why the device plugin ends by itself, and with which exit code.
+
+use std::{io, path::PathBuf};
+
+use thiserror::Error;
+use vcuda_config::NodeFileError;
+
+use crate::status::StatusError;
+
+/// Why the device plugin ends by itself. One sentence each: the thing, the reason, the remedy.
+#[derive(Debug, Error)]
+pub enum Fatal {
+    /// The node file is wrong.
+    #[error("{0}")]
+    Config(#[from] NodeFileError),
+    /// There is no driver, and waiting for one was not wanted.
+    #[error("the NVIDIA driver cannot be used: {0}")]
+    NoDriver(String),
+    /// The driver is there and offers nothing, and waiting was not wanted.
+    #[error("no GPU to offer: {0}")]
+    NoGpu(String),
+    /// Another device plugin runs on this node.
+    #[error(
+        "another vcuda-device-plugin runs on this node (process {pid} holds {lock}); stop it first, one node has one"
+    )]
+    SecondInstance {
+        /// The lock.
+        lock: PathBuf,
+        /// Its holder.
+        pid: String,
+    },
+    /// A folder that must be written cannot be.
+    #[error("{path} cannot be written: {source}; mount it writable, or set {key} in the node file")]
+    Unwritable {
+        /// Key in the node file.
+        key: &'static str,
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// There is nothing to show of the node.
+    #[error(transparent)]
+    Status(#[from] StatusError),
+    /// The system refuses something that no setting can mend.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+impl Fatal {
+    /// What `--help` says about exit codes.
+    pub const HELP: &'static str = "Exit codes:\n  \
+        0  stopped as asked (SIGTERM or SIGINT)\n  \
+        1  the system refused something, or there is no state to show\n  \
+        2  wrong command line\n  \
+        3  the node file is wrong or missing\n  \
+        4  no NVIDIA driver (only with --fail-without-driver)\n  \
+        5  no GPU to offer (only with --fail-without-driver)\n  \
+        6  another device plugin runs on this node\n  \
+        7  a folder cannot be written (CDI specs, state, or run)";
+
+    /// The exit code.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::System { .. } | Self::Status(_) => 1,
+            Self::Config(_) => 3,
+            Self::NoDriver(_) => 4,
+            Self::NoGpu(_) => 5,
+            Self::SecondInstance { .. } => 6,
+            Self::Unwritable { .. } => 7,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_exit_code_is_in_the_help() {
+        let io = || io::Error::other("x");
+        for fatal in [
+            Fatal::System { what: "x", source: io() },
+            Fatal::Config(NodeFileError::Read { path: "/x".into(), source: io() }),
+            Fatal::NoDriver(String::new()),
+            Fatal::NoGpu(String::new()),
+            Fatal::SecondInstance { lock: "/x".into(), pid: "1".into() },
+            Fatal::Unwritable { key: "paths.cdi", path: "/x".into(), source: io() },
+        ] {
+            assert!(Fatal::HELP.contains(&format!("\n  {}  ", fatal.exit_code())), "{fatal}");
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! When an XID event keeps new shares off a GPU, and for how long. Pure; events and time come from outside. That a
+//! GPU answers no more is not a matter of memory: the survey of the moment says so.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    time::{Duration, Instant},
+};
+
+use vcuda_config::GpuUuid;
+
+/// XIDs that an application causes by itself, and that say nothing of the GPU's health: the list of NVIDIA's device
+/// plugin (k8s-device-plugin v0.20: 13 graphics engine exception, 31 page fault, 43 stopped processing, 45
+/// preemptive cleanup, 68 video processor exception, 109 context switch timeout).
+pub const IGNORED_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
+
+/// For how long a GPU must answer without another XID until it takes new shares again.
+pub const QUIET: Duration = Duration::from_secs(30);
+
+/// The XIDs of the recent past.
+#[derive(Debug)]
+pub struct XidBook {
+    ignored: BTreeSet<u64>,
+    quiet: Duration,
+    last: HashMap<GpuUuid, (u64, Instant)>,
+}
+
+impl XidBook {
+    /// A book that takes no note of the XIDs in `ignored`, and forgets the others after `quiet`.
+    pub fn new(ignored: impl IntoIterator<Item = u64>, quiet: Duration) -> Self {
+        Self { ignored: ignored.into_iter().collect(), quiet, last: HashMap::new() }
+    }
+
+    /// Notes an XID of a GPU. False when it is one to ignore.
+    pub fn note(&mut self, gpu: GpuUuid, xid: u64, now: Instant) -> bool {
+        let counts = !self.ignored.contains(&xid);
+        if counts {
+            self.last.insert(gpu, (xid, now));
+        }
+        counts
+    }
+
+    /// Why the GPU should take no new shares, although it answers.
+    pub fn trouble(&mut self, gpu: &GpuUuid, now: Instant) -> Option<String> {
+        self.last.retain(|_, (_, at)| now.duration_since(*at) < self.quiet);
+        self.last.get(gpu).map(|(xid, _)| {
+            format!(
+                "it reported XID {xid}, see \"NVRM: Xid\" in the kernel log; it is back when it has answered without \
+                 another one for {} s",
+                self.quiet.as_secs()
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(n: u8) -> GpuUuid {
+        GpuUuid::from_bytes([n; 16])
+    }
+
+    #[test]
+    fn an_xid_keeps_shares_off_its_gpu_until_it_has_been_quiet() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let mut book = XidBook::new(IGNORED_XIDS, QUIET);
+        assert!(book.note(gpu(1), 79, start));
+        assert!(book.trouble(&gpu(1), start).unwrap().contains("XID 79"));
+        assert_eq!(book.trouble(&gpu(2), start), None);
+        assert!(book.note(gpu(1), 48, start + QUIET - second));
+        assert!(book.trouble(&gpu(1), start + QUIET).unwrap().contains("XID 48"));
+        assert_eq!(book.trouble(&gpu(1), start + QUIET + QUIET), None);
+    }
+
+    #[test]
+    fn xids_of_applications_are_ignored() {
+        let mut book = XidBook::new(IGNORED_XIDS, QUIET);
+        let now = Instant::now();
+        assert!(IGNORED_XIDS.iter().all(|xid| !book.note(gpu(1), *xid, now)));
+        assert_eq!(book.trouble(&gpu(1), now), None);
+    }
+}

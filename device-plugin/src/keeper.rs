@@ -1,0 +1,229 @@
+//! Keeps three things in step with what NVML and the ledger say: the inventory on disk, the CDI spec, and what kubelet
+//! is offered. Each step looks at everything anew and changes what differs, so it does not matter what called for it.
+
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
+
+use ledger::{Driver, Inventory, Shares};
+use tokio::sync::watch;
+use tracing::{debug, error, info, warn};
+use vcuda_config::NodeFile;
+
+use crate::{
+    fatal::Fatal,
+    kubelet::EnsureCdi,
+    node::Node,
+    nvml::{Found, Survey},
+    offer::{Offer, Resource},
+    withdraw::{self, CheckpointError},
+};
+
+/// What is kept in step, and with what.
+pub(crate) struct Keeper {
+    file: NodeFile,
+    boot_id: String,
+    /// Ending is wanted where there is nothing to offer at the start.
+    fail_without_driver: bool,
+    ensure_cdi: Arc<EnsureCdi>,
+    offer: watch::Sender<Arc<Offer>>,
+    node: Option<Node>,
+    /// What is on disk.
+    stored: Option<Inventory>,
+    /// The driver for which the CDI spec was last made sure of.
+    spec_of: Option<Driver>,
+    /// The last thing that was said about what is missing, so that it is said once.
+    told: Option<String>,
+    told_checkpoint: bool,
+}
+
+impl Keeper {
+    pub(crate) fn new(
+        file: NodeFile,
+        boot_id: String,
+        fail_without_driver: bool,
+        ensure_cdi: Arc<EnsureCdi>,
+        offer: watch::Sender<Arc<Offer>>,
+    ) -> Self {
+        Self {
+            file,
+            boot_id,
+            fail_without_driver,
+            ensure_cdi,
+            offer,
+            node: None,
+            stored: None,
+            spec_of: None,
+            told: None,
+            told_checkpoint: false,
+        }
+    }
+
+    /// Takes in the last survey. It may block for a disk. True when everything is in place for kubelet to be told.
+    pub(crate) fn step(&mut self, survey: &Survey) -> Result<bool, Fatal> {
+        let Some(node) = self.look(survey)? else { return Ok(false) };
+        self.tell_changes(&node);
+        let ready = self.store(&node.inventory)? & self.make_spec(&node.inventory.driver)?;
+        let withdrawn = self.withdrawn(&node.inventory);
+        let offer = Offer::new(node.gpus.clone(), withdrawn);
+        self.node = Some(node);
+        self.offer.send_if_modified(|last| {
+            let changed = **last != offer;
+            if changed {
+                *last = Arc::new(offer);
+            }
+            changed
+        });
+        Ok(ready)
+    }
+
+    /// The node of this moment; none as long as it has never had anything to offer.
+    fn look(&mut self, survey: &Survey) -> Result<Option<Node>, Fatal> {
+        let found = match (survey, &self.node) {
+            (Survey::Pending, _) => return Ok(None),
+            (Survey::NoDriver(reason), Some(node)) => return Ok(Some(node.clone().without_driver(reason))),
+            (Survey::NoDriver(reason), None) => {
+                return self.nothing(Fatal::NoDriver(reason.clone())).map(|()| None);
+            }
+            (Survey::Found(found), _) => found,
+        };
+        let node = Node::new(
+            found,
+            &self.file.paths.driver_root,
+            &self.file.gpus,
+            &self.boot_id,
+            self.node.as_ref(),
+        );
+        if node.gpus.is_empty() {
+            return self.nothing(Fatal::NoGpu(why_nothing(found, &node))).map(|()| None);
+        }
+        Ok(Some(node))
+    }
+
+    fn nothing(&mut self, why: Fatal) -> Result<(), Fatal> {
+        if self.fail_without_driver {
+            return Err(why);
+        }
+        let why = why.to_string();
+        if self.told.as_ref() == Some(&why) {
+            debug!("still nothing to offer");
+        } else {
+            warn!("{why}; waiting for it, nothing is offered to kubelet until then");
+            self.told = Some(why);
+        }
+        Ok(())
+    }
+
+    fn tell_changes(&mut self, node: &Node) {
+        let before = self.node.as_ref();
+        if before.is_none() {
+            self.told = None;
+            info!(driver = node.inventory.driver.version, gpus = node.gpus.len(), "driver found");
+        }
+        for (gpu, why) in &node.left_alone {
+            if before.is_none_or(|before| before.left_alone.get(gpu) != Some(why)) {
+                info!(%gpu, why, "left alone");
+            }
+        }
+        for (gpu, offered) in node.inventory.gpus.iter().zip(&node.gpus) {
+            let known = before.and_then(|before| before.gpus.iter().find(|known| known.uuid == gpu.uuid));
+            if known.is_none() {
+                info!(gpu = %gpu.uuid, name = gpu.name, memory_units = gpu.memory_units, "on offer");
+            }
+            let trouble_before = known.and_then(|known| known.trouble.as_ref());
+            match &offered.trouble {
+                Some(why) if trouble_before != Some(why) => {
+                    warn!(gpu = %gpu.uuid, why, "takes no new shares")
+                }
+                None if trouble_before.is_some() => info!(gpu = %gpu.uuid, "healthy again"),
+                _ => {}
+            }
+        }
+    }
+
+    /// False when it must be tried again.
+    fn store(&mut self, inventory: &Inventory) -> Result<bool, Fatal> {
+        if self.stored.as_ref() == Some(inventory) {
+            return Ok(true);
+        }
+        let path = self.file.paths.inventory();
+        match inventory.store(&path) {
+            Ok(()) => {
+                self.stored = Some(inventory.clone());
+                Ok(true)
+            }
+            Err(source) if self.stored.is_none() => {
+                Err(Fatal::Unwritable { key: "paths.state", path: self.file.paths.state.clone(), source })
+            }
+            Err(error) => {
+                error!(path = %path.display(), %error, "the inventory is out of date; trying again");
+                Ok(false)
+            }
+        }
+    }
+
+    /// False when it must be tried again.
+    fn make_spec(&mut self, driver: &Driver) -> Result<bool, Fatal> {
+        if self.spec_of.as_ref() == Some(driver) {
+            return Ok(true);
+        }
+        match (self.ensure_cdi)() {
+            Ok(()) => {
+                self.spec_of = Some(driver.clone());
+                Ok(true)
+            }
+            Err(error) => {
+                let error = format!("{error:#}");
+                if self.told.as_ref() != Some(&error) {
+                    error!(error, "no CDI spec; trying again, kubelet is told of the GPUs when there is one");
+                    self.told = Some(error);
+                }
+                Ok(false)
+            }
+        }
+    }
+
+    fn withdrawn(&mut self, inventory: &Inventory) -> BTreeSet<(Resource, vcuda_config::DeviceId)> {
+        let shares = match Shares::read(&self.file.paths.shares()) {
+            Ok(shares) => shares,
+            Err(error) => {
+                debug!(%error, "shares cannot be read, so nothing is withdrawn");
+                return BTreeSet::new();
+            }
+        };
+        // A share that cannot be read holds nobody knows what; the NRI plugin refuses new ones and says why.
+        let useless = withdraw::useless(&inventory.gpus, shares.records.values());
+        if useless.is_empty() || !shares.unreadable.is_empty() {
+            return BTreeSet::new();
+        }
+        match withdraw::taken(&self.file.paths.kubelet, &self.file.resources) {
+            Ok(taken) => withdraw::withdraw(&useless, &taken),
+            Err(error @ CheckpointError::Invalid { .. }) => {
+                if !std::mem::replace(&mut self.told_checkpoint, true) {
+                    warn!(%error, "kubelet's checkpoint is not understood, so nothing is withdrawn");
+                }
+                BTreeSet::new()
+            }
+            Err(error @ CheckpointError::Read { .. }) => {
+                debug!(%error, "nothing is withdrawn");
+                BTreeSet::new()
+            }
+        }
+    }
+}
+
+fn why_nothing(found: &Found, node: &Node) -> String {
+    let alone = node.left_alone.iter().map(|(gpu, why)| format!("{gpu} is left alone: {why}"));
+    let mut reasons: Vec<_> = alone.chain(found.silent.clone()).collect();
+    if reasons.is_empty() {
+        reasons.push("NVML sees no GPU on this node; see `lspci -d 10de:` and the kernel log".into());
+    }
+    reasons.join("; ")
+}
+
+/// Where the CDI specs go is asked for before anything else, so that a folder that cannot be written is noticed on
+/// nodes whose driver comes late, too.
+pub(crate) fn check_writable(key: &'static str, path: PathBuf) -> Result<(), Fatal> {
+    use rustix::fs::{Access, access};
+    let made = std::fs::create_dir_all(&path);
+    made.and_then(|()| Ok(access(&path, Access::WRITE_OK | Access::EXEC_OK)?))
+        .map_err(|source| Fatal::Unwritable { key, path, source })
+}

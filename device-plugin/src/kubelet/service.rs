@@ -1,0 +1,231 @@
+//! Answers kubelet's calls for one resource.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+use tracing::{info, warn};
+use vcuda_config::{
+    CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, CORE_PER_GPU, Grant, Resources, annotation,
+};
+
+use super::api::{
+    AllocateRequest, AllocateResponse, CdiDevice, ContainerAllocateResponse,
+    ContainerPreferredAllocationResponse, DevicePluginOptions, Empty, ListAndWatchResponse,
+    PreStartContainerRequest, PreStartContainerResponse, PreferredAllocationRequest,
+    PreferredAllocationResponse, device_plugin_server::DevicePlugin,
+};
+use crate::{
+    allocate,
+    offer::{Offer, Resource},
+    prefer::{self, Trail, Wish},
+};
+
+/// Makes sure that the CDI spec is on disk and fits the driver. It may block.
+pub type EnsureCdi = dyn Fn() -> anyhow::Result<()> + Send + Sync;
+
+/// What the services of both resources share.
+pub struct Context {
+    /// Names of the resources.
+    pub names: Resources,
+    /// What is on offer.
+    pub offer: watch::Receiver<Arc<Offer>>,
+    /// See [`EnsureCdi`].
+    pub ensure_cdi: Arc<EnsureCdi>,
+    trail: Mutex<Trail>,
+}
+
+impl Context {
+    /// Both services' common ground.
+    pub fn new(names: Resources, offer: watch::Receiver<Arc<Offer>>, ensure_cdi: Arc<EnsureCdi>) -> Self {
+        Self { names, offer, ensure_cdi, trail: Mutex::default() }
+    }
+
+    /// Full name of `resource`.
+    pub fn resource_name(&self, resource: Resource) -> String {
+        resource.name(&self.names)
+    }
+
+    fn current(&self) -> Arc<Offer> {
+        Arc::clone(&self.offer.borrow())
+    }
+}
+
+/// What the plugin can do.
+pub(super) const OPTIONS: DevicePluginOptions =
+    DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true };
+
+/// The service for one resource.
+#[derive(Clone)]
+pub struct Service {
+    resource: Resource,
+    context: Arc<Context>,
+    /// How many ListAndWatch streams kubelet holds open; while it holds none, it takes this plugin for gone.
+    streams: watch::Sender<usize>,
+    /// Closes all streams when it becomes true.
+    stop: watch::Receiver<bool>,
+}
+
+impl Service {
+    /// A service for `resource`, that counts its open streams in `streams` and ends them when `stop` becomes true.
+    pub fn new(
+        resource: Resource,
+        context: Arc<Context>,
+        streams: watch::Sender<usize>,
+        stop: watch::Receiver<bool>,
+    ) -> Self {
+        Self { resource, context, streams, stop }
+    }
+
+    async fn allocate_one(&self, ids: &[String]) -> Result<ContainerAllocateResponse, Status> {
+        let context = &self.context;
+        let offer = context.current();
+        let grant = allocate::grant(self.resource, &context.names, &offer, ids.iter().map(String::as_str))
+            .map_err(|refusal| {
+                warn!(resource = %self.resource, %refusal, "refused");
+                Status::failed_precondition(refusal.to_string())
+            })?;
+        if self.resource == Resource::Core {
+            let shared = Arc::clone(context);
+            let ensured = tokio::task::spawn_blocking(move || (shared.ensure_cdi)()).await;
+            ensured.map_err(anyhow::Error::from).flatten().map_err(|error| {
+                warn!(error = format!("{error:#}"), "no CDI spec");
+                Status::internal(format!("{}: no CDI spec: {error:#}", context.resource_name(self.resource)))
+            })?;
+        }
+        context.trail.lock().unwrap_or_else(PoisonError::into_inner).granted(
+            self.resource,
+            &grant,
+            Instant::now(),
+        );
+        info!(resource = %self.resource, %grant, "granted");
+        Ok(self.answer(&grant))
+    }
+
+    /// The same grant, the same answer: kubelet keeps it and replays it for years.
+    fn answer(&self, grant: &Grant) -> ContainerAllocateResponse {
+        match self.resource {
+            Resource::Core => {
+                let whole = grant.units() >= CORE_PER_GPU;
+                let device = if whole { CDI_DEVICE_WHOLE } else { CDI_DEVICE_SHARE };
+                ContainerAllocateResponse {
+                    annotations: HashMap::from([(annotation::CORE_GRANT.into(), grant.to_string())]),
+                    cdi_devices: vec![CdiDevice { name: format!("{CDI_KIND}={device}") }],
+                }
+            }
+            // No CDI device: the hooks come with that of core, and must not run twice.
+            Resource::Memory => ContainerAllocateResponse {
+                annotations: HashMap::from([(annotation::MEMORY_GRANT.into(), grant.to_string())]),
+                cdi_devices: Vec::new(),
+            },
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl DevicePlugin for Service {
+    type ListAndWatchStream = ReceiverStream<Result<ListAndWatchResponse, Status>>;
+
+    async fn get_device_plugin_options(
+        &self,
+        _request: Request<Empty>,
+    ) -> Result<Response<DevicePluginOptions>, Status> {
+        Ok(Response::new(OPTIONS))
+    }
+
+    async fn list_and_watch(
+        &self,
+        _request: Request<Empty>,
+    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let (lists, stream) = mpsc::channel(1);
+        let (resource, mut offer, mut stop) = (self.resource, self.context.offer.clone(), self.stop.clone());
+        let open = OpenStream::new(self.streams.clone());
+        tokio::spawn(async move {
+            let _open = open;
+            let mut last = None;
+            loop {
+                // Kubelet writes its checkpoint for every list, so only what has changed is sent.
+                let list = offer.borrow_and_update().list(resource);
+                if last.as_ref() != Some(&list) {
+                    last = Some(list.clone());
+                    if lists.send(Ok(list)).await.is_err() {
+                        return;
+                    }
+                }
+                tokio::select! {
+                    () = lists.closed() => return,
+                    _ = stop.wait_for(|stop| *stop) => return,
+                    changed = offer.changed() => if changed.is_err() { return },
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<PreferredAllocationRequest>,
+    ) -> Result<Response<PreferredAllocationResponse>, Status> {
+        let context = &self.context;
+        let offer = context.current();
+        let near = {
+            let trail = context.trail.lock().unwrap_or_else(PoisonError::into_inner);
+            trail.near(self.resource, Instant::now()).to_vec()
+        };
+        let mut container_responses = Vec::new();
+        for asked in request.into_inner().container_requests {
+            let wish = Wish {
+                available: &asked.available_device_ids,
+                must_include: &asked.must_include_device_ids,
+                size: u32::try_from(asked.allocation_size).unwrap_or(0),
+            };
+            let device_ids =
+                prefer::prefer(self.resource, &context.names, &offer, wish, &near).map_err(|refusal| {
+                    warn!(resource = %self.resource, %refusal, "refused");
+                    Status::failed_precondition(refusal.to_string())
+                })?;
+            container_responses.push(ContainerPreferredAllocationResponse { device_ids });
+        }
+        Ok(Response::new(PreferredAllocationResponse { container_responses }))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<AllocateRequest>,
+    ) -> Result<Response<AllocateResponse>, Status> {
+        let mut container_responses = Vec::new();
+        for asked in request.into_inner().container_requests {
+            container_responses.push(self.allocate_one(&asked.device_ids).await?);
+        }
+        Ok(Response::new(AllocateResponse { container_responses }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        _request: Request<PreStartContainerRequest>,
+    ) -> Result<Response<PreStartContainerResponse>, Status> {
+        // Never asked for in the options; there is nothing to do.
+        Ok(Response::new(PreStartContainerResponse {}))
+    }
+}
+
+/// Counts one open stream for as long as it lives.
+struct OpenStream(watch::Sender<usize>);
+
+impl OpenStream {
+    fn new(streams: watch::Sender<usize>) -> Self {
+        streams.send_modify(|open| *open += 1);
+        Self(streams)
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.send_modify(|open| *open -= 1);
+    }
+}

@@ -1,0 +1,405 @@
+//! The one place where NVML is called. A thread of its own holds the library, looks at all GPUs every few seconds and
+//! in between waits for events; everybody else sees the last survey and never waits for the driver. A driver that is
+//! missing, goes away or is replaced is looked for again and again.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    thread,
+    time::{Duration, Instant},
+};
+
+use ledger::Driver;
+use nvml_wrapper::{
+    Device, EventSet, Nvml, bitmasks::event::EventTypes, enums::event::XidError, error::NvmlError,
+};
+use tokio::sync::watch;
+use tracing::{debug, info, warn};
+use vcuda_config::GpuUuid;
+
+use crate::health::{IGNORED_XIDS, QUIET, XidBook};
+
+/// How often all GPUs are asked whether they are well.
+const SURVEY_EVERY: Duration = Duration::from_secs(5);
+
+/// How often a missing driver is looked for.
+const DRIVER_EVERY: Duration = Duration::from_secs(5);
+
+/// Longest wait for an event, and so for this thread to notice that it should end.
+const EVENT_WAIT_MS: u32 = 500;
+
+/// NVML's number for an XID that it does not know (nvml.h, nvmlEventData_t).
+const XID_UNKNOWN: u64 = 999;
+
+/// PCI vendor NVIDIA, as sysfs writes it.
+const NVIDIA: &str = "0x10de";
+
+/// What NVML says at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Survey {
+    /// Nothing yet.
+    Pending,
+    /// There is no driver to ask; why, and what helps.
+    NoDriver(String),
+    /// The driver answers.
+    Found(Found),
+}
+
+/// The driver and its GPUs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The driver; its files and the kernel module are of one version.
+    pub driver: Driver,
+    /// GPUs that answer, in the order of NVML, which is that of the PCI addresses.
+    pub gpus: Vec<SeenGpu>,
+    /// GPUs that NVML counts and that do not even say their UUID: what they answered instead.
+    pub silent: Option<String>,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeenGpu {
+    /// UUID.
+    pub uuid: GpuUuid,
+    /// Model.
+    pub name: String,
+    /// Number of its device node.
+    pub minor: u32,
+    /// Memory in bytes.
+    pub total_bytes: u64,
+    /// NUMA node.
+    pub numa_node: Option<u32>,
+    /// PCI address.
+    pub pci_bus_id: String,
+    /// Divided into MIG devices.
+    pub mig: bool,
+    /// Why it should take no new shares.
+    pub trouble: Option<String>,
+}
+
+/// The surveying thread; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Surveyor {
+    surveys: watch::Receiver<Survey>,
+    _stop: Sender<()>,
+}
+
+impl Surveyor {
+    /// Starts to look for the driver below `driver_root`.
+    ///
+    /// # Errors
+    ///
+    /// No thread could be started.
+    pub fn start(driver_root: PathBuf) -> io::Result<Self> {
+        let (publish, surveys) = watch::channel(Survey::Pending);
+        let (stop, stopped) = channel();
+        thread::Builder::new().name("nvml".into()).spawn(move || {
+            let mut survey = Surveying { publish, stopped, xids: XidBook::new(IGNORED_XIDS, QUIET) };
+            while survey.look_for_driver(&driver_root) {}
+        })?;
+        Ok(Self { surveys, _stop: stop })
+    }
+
+    /// The surveys; a new one is there when something has changed.
+    pub fn surveys(&self) -> watch::Receiver<Survey> {
+        self.surveys.clone()
+    }
+}
+
+/// Why the thread goes on to look for a driver.
+enum Over {
+    Stopped,
+    DriverGone(String),
+}
+
+struct Surveying {
+    publish: watch::Sender<Survey>,
+    stopped: Receiver<()>,
+    xids: XidBook,
+}
+
+impl Surveying {
+    /// Uses the driver as long as it is there. False when the thread should end.
+    fn look_for_driver(&mut self, root: &Path) -> bool {
+        let missing = match open(root) {
+            Ok((nvml, files)) => match self.use_driver(&nvml, &files) {
+                Over::Stopped => return false,
+                Over::DriverGone(reason) => reason,
+            },
+            Err(reason) => reason,
+        };
+        self.publish(Survey::NoDriver(missing));
+        !self.sleep(DRIVER_EVERY)
+    }
+
+    fn use_driver(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Over {
+        let mut events = Events::default();
+        loop {
+            let found = match self.survey(nvml, files) {
+                Ok(found) => found,
+                Err(reason) => return Over::DriverGone(reason),
+            };
+            events.follow(nvml, &found.gpus);
+            self.publish(Survey::Found(found));
+            let until = Instant::now() + SURVEY_EVERY;
+            while Instant::now() < until {
+                if self.sleep(Duration::ZERO) {
+                    return Over::Stopped;
+                }
+                match events.wait() {
+                    Wait::Nothing => {}
+                    Wait::Unable => {
+                        if self.sleep(Duration::from_millis(EVENT_WAIT_MS.into())) {
+                            return Over::Stopped;
+                        }
+                    }
+                    Wait::Xid(gpu, xid) => {
+                        if self.note(gpu, xid) {
+                            break;
+                        }
+                    }
+                    // What is lost shows in the next survey.
+                    Wait::Lost => break,
+                }
+            }
+        }
+    }
+
+    /// True when the XID calls for a survey at once.
+    fn note(&mut self, gpu: Option<GpuUuid>, xid: u64) -> bool {
+        let Some(gpu) = gpu else {
+            warn!(xid, "a GPU that does not say its UUID reported an XID; looking which one it is");
+            return true;
+        };
+        let counts = self.xids.note(gpu.clone(), xid, Instant::now());
+        if counts {
+            warn!(%gpu, xid, "XID");
+        } else {
+            info!(%gpu, xid, "XID of an application, ignored");
+        }
+        counts
+    }
+
+    fn survey(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Result<Found, String> {
+        // The files may be replaced at any time; those in memory then no longer fit what containers would get.
+        let now_there = discover(&files.root)?;
+        if (&now_there.version, &now_there.nvml) != (&files.version, &files.nvml) {
+            return Err(format!("its files were replaced by those of {}", now_there.version));
+        }
+        let failed = |error| explain(&error);
+        let running = nvml.sys_driver_version().map_err(failed)?;
+        if running != files.version {
+            return Err(format!(
+                "its files are of version {} and the kernel module of {running}; reboot the node, or reload the \
+                 kernel modules",
+                files.version
+            ));
+        }
+        let driver = Driver { version: running, library_dir: files.library_dir.clone() };
+        let now = Instant::now();
+        let mut found = Found { driver, gpus: Vec::new(), silent: None };
+        for index in 0..nvml.device_count().map_err(failed)? {
+            match nvml.device_by_index(index).and_then(|device| see(&device)) {
+                Ok(Some(mut gpu)) => {
+                    gpu.trouble = self.xids.trouble(&gpu.uuid, now);
+                    found.gpus.push(gpu);
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    found.silent = Some(format!("GPU {index} does not answer: {}", explain(&error)))
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn publish(&self, survey: Survey) {
+        self.publish.send_if_modified(|last| {
+            let changed = *last != survey;
+            *last = survey;
+            changed
+        });
+    }
+
+    /// True when the thread should end.
+    fn sleep(&self, time: Duration) -> bool {
+        self.stopped.recv_timeout(time) == Err(RecvTimeoutError::Disconnected)
+    }
+}
+
+fn discover(root: &Path) -> Result<cdi_generator::Driver, String> {
+    cdi_generator::Driver::discover(root).map_err(|error| error.to_string())
+}
+
+fn open(root: &Path) -> Result<(Nvml, cdi_generator::Driver), String> {
+    let files = discover(root)?;
+    let library = &files.nvml.host;
+    let nvml = Nvml::builder()
+        .lib_path(library.as_os_str())
+        .init()
+        .map_err(|error| format!("{}: {}", library.display(), explain(&error)))?;
+    info!(library = %library.display(), "NVML loaded");
+    Ok((nvml, files))
+}
+
+/// The GPU, or none when it is of a kind that this system does not know, such as one without a node of its own.
+fn see(device: &Device<'_>) -> Result<Option<SeenGpu>, NvmlError> {
+    let uuid = device.uuid()?;
+    let Ok(uuid) = uuid.parse::<GpuUuid>() else {
+        debug!(uuid, "not a GPU of the usual kind, left alone");
+        return Ok(None);
+    };
+    let pci = device.pci_info()?;
+    let mig = match device.mig_mode() {
+        Ok(mode) => mode.current == MIG_ENABLED,
+        Err(NvmlError::NotSupported | NvmlError::FailedToLoadSymbol(_)) => false,
+        Err(error) => return Err(error),
+    };
+    Ok(Some(SeenGpu {
+        uuid,
+        name: device.name()?,
+        minor: device.minor_number()?,
+        total_bytes: device.memory_info()?.total,
+        numa_node: sysfs_numa_node(pci.domain, pci.bus, pci.device).or_else(|| nvml_numa_node(device)),
+        pci_bus_id: pci.bus_id,
+        mig,
+        trouble: None,
+    }))
+}
+
+/// `NVML_DEVICE_MIG_ENABLE` (nvml.h).
+const MIG_ENABLED: u32 = 1;
+
+/// The kernel's word for where the device is, which is also the numbering that kubelet uses.
+fn sysfs_numa_node(domain: u32, bus: u32, device: u32) -> Option<u32> {
+    let folder = PathBuf::from(format!("/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0"));
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
+    if read("vendor")?.trim() != NVIDIA {
+        return None;
+    }
+    // -1 where the platform does not tell.
+    read("numa_node")?.trim().parse().ok()
+}
+
+/// NVML's word for it, where that is a single node.
+fn nvml_numa_node(device: &Device<'_>) -> Option<u32> {
+    /// `NVML_AFFINITY_SCOPE_NODE` (nvml.h).
+    const SCOPE_NODE: u32 = 0;
+    /// Enough for 256 NUMA nodes.
+    const WORDS: usize = 4;
+    let words = device.memory_affinity(WORDS, SCOPE_NODE).ok()?;
+    let mut nodes = (0..).zip(words).flat_map(|(at, word): (u32, _)| {
+        (0..u64::BITS).filter(move |bit| word >> bit & 1 == 1).map(move |bit| at * u64::BITS + bit)
+    });
+    nodes.next().filter(|_| nodes.next().is_none())
+}
+
+/// What an NVML error means for the one who has to mend it.
+fn explain(error: &NvmlError) -> String {
+    let remedy = match error {
+        NvmlError::LibRmVersionMismatch => {
+            "the driver was upgraded; reboot the node, or reload the kernel modules"
+        }
+        NvmlError::DriverNotLoaded => "load it with `modprobe nvidia`, and see the kernel log",
+        NvmlError::NoPermission | NvmlError::OperatingSystem => {
+            "this process needs /dev/nvidiactl and the device nodes of all GPUs"
+        }
+        NvmlError::GpuLost => "see the kernel log; it may need a reset or a reboot",
+        NvmlError::ResetRequired => "reset it with `nvidia-smi --gpu-reset`",
+        _ => return error.to_string(),
+    };
+    format!("{error}; {remedy}")
+}
+
+/// What came of waiting for an event.
+enum Wait {
+    Nothing,
+    Unable,
+    Xid(Option<GpuUuid>, u64),
+    Lost,
+}
+
+/// The subscription to events of all GPUs that have any.
+#[derive(Default)]
+struct Events<'nvml> {
+    set: Option<EventSet<'nvml>>,
+    /// The GPUs for which it was made: one that was lost and is back must be subscribed to again.
+    gpus: Vec<GpuUuid>,
+    /// A failure was told of; it may go on for hours.
+    told: bool,
+}
+
+impl<'nvml> Events<'nvml> {
+    fn follow(&mut self, nvml: &'nvml Nvml, gpus: &[SeenGpu]) {
+        if self.set.is_some() && self.gpus.iter().eq(gpus.iter().map(|gpu| &gpu.uuid)) {
+            return;
+        }
+        self.gpus = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let mut without = Vec::new();
+        // A failed registration takes the whole set with it, so the set is made anew without that GPU.
+        self.set = loop {
+            match subscribe(nvml, self.gpus.iter().filter(|gpu| !without.contains(*gpu))) {
+                Ok(set) => break Some(set),
+                Err((Some(gpu), error)) => {
+                    if !self.told {
+                        warn!(%gpu, %error, "reports no XIDs; that it does not answer is noticed all the same");
+                    }
+                    without.push(gpu);
+                }
+                Err((None, error)) => {
+                    if !self.told {
+                        warn!(%error, "no XIDs are reported; only a GPU that does not answer is noticed");
+                    }
+                    self.told = true;
+                    break None;
+                }
+            }
+        };
+        self.told |= !without.is_empty();
+    }
+
+    fn wait(&mut self) -> Wait {
+        let Some(set) = &self.set else { return Wait::Unable };
+        match set.wait(EVENT_WAIT_MS) {
+            Ok(event) => {
+                let xid = match event.event_data {
+                    Some(XidError::Value(xid)) => xid,
+                    Some(XidError::Unknown) => XID_UNKNOWN,
+                    None => return Wait::Nothing,
+                };
+                Wait::Xid(event.device.uuid().ok().and_then(|uuid| uuid.parse().ok()), xid)
+            }
+            Err(NvmlError::Timeout) => {
+                self.told = false;
+                Wait::Nothing
+            }
+            Err(NvmlError::GpuLost) => {
+                self.set = None;
+                Wait::Lost
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.told, true) {
+                    warn!(%error, "no XIDs are reported; until they are, only a GPU that does not answer is noticed");
+                }
+                self.set = None;
+                Wait::Unable
+            }
+        }
+    }
+}
+
+fn subscribe<'a, 'nvml>(
+    nvml: &'nvml Nvml,
+    gpus: impl Iterator<Item = &'a GpuUuid>,
+) -> Result<EventSet<'nvml>, (Option<GpuUuid>, NvmlError)> {
+    let mut set = nvml.create_event_set().map_err(|error| (None, error))?;
+    for gpu in gpus {
+        let failed = |error| (Some(gpu.clone()), error);
+        let device = nvml.device_by_uuid(gpu.as_str()).map_err(failed)?;
+        set = device
+            .register_events(EventTypes::CRITICAL_XID_ERROR, set)
+            .map_err(|error| (Some(gpu.clone()), error.error))?;
+    }
+    Ok(set)
+}

@@ -1,0 +1,84 @@
+//! The running plugin: the surveying thread, the keeper, and a session for each resource, started in the order in
+//! which they need each other and ended together.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::{
+    sync::watch,
+    task::{self, JoinSet},
+    time,
+};
+use tracing::info;
+use vcuda_config::NodeFile;
+
+use crate::{
+    cdi,
+    fatal::Fatal,
+    folder,
+    keeper::{Keeper, check_writable},
+    kubelet::{Context, EnsureCdi, Session},
+    lock::Lock,
+    nvml::Surveyor,
+    offer::{Offer, Resource},
+};
+
+/// How often everything is looked at, whether or not something called for it: device nodes come without a word.
+const STEP_EVERY: Duration = Duration::from_secs(5);
+
+/// Runs the plugin until `stop` becomes true.
+///
+/// # Errors
+///
+/// See [`Fatal`]. Without `fail_without_driver`, a missing driver is none: it is waited for.
+pub async fn run(
+    file: NodeFile,
+    fail_without_driver: bool,
+    mut stop: watch::Receiver<bool>,
+) -> Result<(), Fatal> {
+    let paths = file.paths.clone();
+    let _lock = Lock::take(&paths.run)?;
+    check_writable("paths.state", paths.state.clone())?;
+    check_writable("paths.cdi", paths.cdi.clone())?;
+    let system = |what| move |source| Fatal::System { what, source };
+    let boot_id = ledger::boot_id().map_err(system("the boot ID cannot be read"))?;
+    let surveyor =
+        Surveyor::start(paths.driver_root.clone()).map_err(system("no thread for NVML could be started"))?;
+
+    let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
+    let (publish, offer) = watch::channel(Arc::new(Offer::default()));
+    let context = Arc::new(Context::new(file.resources.clone(), offer, Arc::clone(&ensure_cdi)));
+    let mut keeper = Keeper::new(file, boot_id, fail_without_driver, ensure_cdi, publish);
+
+    let mut surveys = surveyor.surveys();
+    let mut shares = folder::follow(paths.shares());
+    let mut kubelet = folder::follow(paths.kubelet.clone());
+    let mut sessions = JoinSet::new();
+    loop {
+        let survey = surveys.borrow_and_update().clone();
+        let step = task::spawn_blocking(move || {
+            let ready = keeper.step(&survey);
+            (keeper, ready)
+        });
+        let ready;
+        (keeper, ready) = match step.await {
+            Ok((keeper, ready)) => (keeper, ready?),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        };
+        if ready && sessions.is_empty() {
+            for resource in Resource::ALL {
+                let (context, notices, stop) = (Arc::clone(&context), kubelet.clone(), stop.clone());
+                sessions.spawn(Session::new(resource, paths.kubelet.clone(), context, notices, stop).run());
+            }
+        }
+        tokio::select! {
+            _ = stop.wait_for(|stop| *stop) => break,
+            _ = surveys.changed() => {}
+            _ = shares.changed() => {}
+            _ = kubelet.changed() => {}
+            () = time::sleep(STEP_EVERY) => {}
+        }
+    }
+    info!("stopping");
+    while sessions.join_next().await.is_some() {}
+    Ok(())
+}

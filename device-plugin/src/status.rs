@@ -1,0 +1,437 @@
+//! What `vcuda-device-plugin status` shows: the inventory, the shares, and what each container has used, read from
+//! their files at this moment. It asks no running process, so it works when nothing runs.
+
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+};
+
+use ledger::{
+    Gpu, GpuShare, Inventory, InventoryError, ShareFolder, ShareKind, ShareName, ShareRecord, ShareState,
+    Shares,
+};
+use region::{Limits, UsageReader};
+use serde::Serialize;
+use thiserror::Error;
+use vcuda_config::{CORE_PER_GPU, GpuUuid, NodeFile};
+
+use crate::lock;
+
+/// Why there is nothing to show.
+#[derive(Debug, Error)]
+pub enum StatusError {
+    /// No inventory.
+    #[error(transparent)]
+    Inventory(#[from] InventoryError),
+    /// The shares cannot be listed.
+    #[error("{path}: {source}; run this as root on the node")]
+    Shares {
+        /// Their folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// The node at one moment.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Status {
+    /// Version of the driver.
+    pub driver_version: String,
+    /// Whether a device plugin runs on this node.
+    pub plugin_running: bool,
+    /// False when the inventory was written before the last boot, so that GPUs may have changed since.
+    pub inventory_current: bool,
+    /// GPUs on offer.
+    pub gpus: Vec<GpuStatus>,
+    /// Shares on GPUs that are not on offer any more.
+    pub shares_elsewhere: Vec<ShareStatus>,
+    /// Shares whose record cannot be read, and why; while there are any, nothing counts as free.
+    pub unreadable: Vec<String>,
+}
+
+/// One GPU.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuStatus {
+    /// UUID.
+    pub uuid: GpuUuid,
+    /// Model.
+    pub name: String,
+    /// Number of its device node.
+    pub minor: u32,
+    /// NUMA node.
+    pub numa_node: Option<u32>,
+    /// Whether it takes new shares.
+    pub healthy: bool,
+    /// Core, in percent.
+    pub core: Amount,
+    /// Memory, in bytes.
+    pub memory_bytes: Amount,
+    /// Shares on it.
+    pub shares: Vec<ShareStatus>,
+}
+
+/// How much of something there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Amount {
+    /// On offer.
+    pub total: u64,
+    /// Held by shares.
+    pub granted: u64,
+    /// Free for new ones, if that is known.
+    pub free: Option<u64>,
+}
+
+/// What one share has of one GPU.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ShareStatus {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// Namespace of the pod.
+    pub namespace: String,
+    /// Name of the pod.
+    pub pod: String,
+    /// UID of the pod.
+    pub pod_uid: String,
+    /// Name of the container.
+    pub container: String,
+    /// Part of a GPU, or whole GPUs.
+    pub kind: ShareKind,
+    /// Whether its container runs.
+    pub state: ShareState,
+    /// Percent of the GPU's compute time.
+    pub core: u32,
+    /// Memory ceiling on this GPU in bytes, as the container sees it at this moment.
+    pub memory_bytes: u64,
+    /// What its processes hold, by their own account; none for whole GPUs, which are not accounted.
+    pub usage: Option<Usage>,
+    /// Why there are no figures.
+    pub usage_error: Option<String>,
+}
+
+/// What a container has used of one GPU, by its own account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Usage {
+    /// Bytes held.
+    pub memory_bytes: u64,
+    /// Allocations that the ceiling has refused.
+    pub refusals: u64,
+}
+
+impl Status {
+    /// Reads everything.
+    ///
+    /// # Errors
+    ///
+    /// See [`StatusError`]. What is wrong with a single share is part of the answer.
+    pub fn read(file: &NodeFile) -> Result<Self, StatusError> {
+        let inventory = Inventory::load(&file.paths.inventory())?;
+        let folder = file.paths.shares();
+        let shares =
+            Shares::read(&folder).map_err(|source| StatusError::Shares { path: folder.clone(), source })?;
+        let mut all = statuses(&folder, &shares);
+        let free = shares.free(&inventory).ok();
+        let of_gpu = |(at, gpu): (usize, &Gpu)| {
+            let mine: Vec<_> = all.extract_if(.., |share| share.gpu == gpu.uuid).collect();
+            let free = free.as_ref().and_then(|free| free.get(at));
+            GpuStatus {
+                uuid: gpu.uuid.clone(),
+                name: gpu.name.clone(),
+                minor: gpu.minor,
+                numa_node: gpu.numa_node,
+                healthy: gpu.healthy,
+                core: Amount {
+                    total: CORE_PER_GPU.into(),
+                    granted: mine.iter().map(|share| u64::from(share.core)).sum(),
+                    free: free.map(|free| free.core.into()),
+                },
+                memory_bytes: Amount {
+                    total: gpu.usable_bytes(),
+                    granted: mine.iter().map(|share| share.memory_bytes).fold(0, u64::saturating_add),
+                    free: free.map(|free| free.memory_bytes),
+                },
+                shares: mine,
+            }
+        };
+        let gpus = inventory.gpus.iter().enumerate().map(of_gpu).collect();
+        Ok(Self {
+            driver_version: inventory.driver.version.clone(),
+            plugin_running: lock::holder(&file.paths.run).is_some(),
+            inventory_current: ledger::boot_id().is_ok_and(|boot| boot == inventory.boot_id),
+            gpus,
+            shares_elsewhere: all,
+            unreadable: shares.unreadable.iter().map(ToString::to_string).collect(),
+        })
+    }
+}
+
+/// One entry for each GPU of each share.
+fn statuses(folder: &Path, shares: &Shares) -> Vec<ShareStatus> {
+    let of_share = |(name, record): (&ShareName, &ShareRecord)| {
+        let figures = record.shim.then(|| Figures::read(&ShareFolder::new(folder, name)));
+        let of_gpu = |gpu: &GpuShare| {
+            let (ceiling, usage, usage_error) = match &figures {
+                Some(Ok(figures)) => {
+                    let (ceiling, usage) = figures.of(&gpu.uuid);
+                    (ceiling, usage, None)
+                }
+                Some(Err(error)) => (None, None, Some(error.clone())),
+                None => (None, None, None),
+            };
+            ShareStatus {
+                gpu: gpu.uuid.clone(),
+                namespace: record.pod.namespace.clone(),
+                pod: record.pod.name.clone(),
+                pod_uid: record.pod.uid.clone(),
+                container: record.container.name.clone(),
+                kind: record.kind,
+                state: record.state,
+                core: gpu.core,
+                memory_bytes: ceiling.unwrap_or(gpu.memory_bytes),
+                usage,
+                usage_error,
+            }
+        };
+        record.gpus.iter().map(of_gpu).collect::<Vec<_>>()
+    };
+    shares.records.iter().flat_map(of_share).collect()
+}
+
+/// The files of one share.
+struct Figures {
+    limits: Limits,
+    usage: region::UsageSnapshot,
+}
+
+impl Figures {
+    fn read(folder: &ShareFolder) -> Result<Self, String> {
+        let limits = Limits::open(&folder.limits()).map_err(|error| format!("limits: {error}"))?;
+        let usage = UsageReader::open(&folder.usage()).and_then(|usage| usage.snapshot());
+        Ok(Self { limits, usage: usage.map_err(|error| format!("usage: {error}"))? })
+    }
+
+    /// Memory ceiling and usage on one GPU.
+    fn of(&self, gpu: &GpuUuid) -> (Option<u64>, Option<Usage>) {
+        let Some(at) = self.limits.find(&gpu.bytes()) else { return (None, None) };
+        let usage = self.usage.gpus.get(at);
+        let usage = usage.map(|gpu| Usage { memory_bytes: gpu.used_bytes, refusals: gpu.refusals });
+        (Some(self.limits.memory_bytes(at)), usage)
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plugin = if self.plugin_running { "runs" } else { "does not run" };
+        writeln!(f, "driver {}, device plugin {plugin}", self.driver_version)?;
+        if !self.inventory_current {
+            writeln!(f, "the inventory is older than the last boot; start vcuda-device-plugin to renew it")?;
+        }
+        for gpu in &self.gpus {
+            let health = if gpu.healthy { "healthy" } else { "takes no new shares, see the plugin's log" };
+            let numa = gpu.numa_node.map(|node| format!(", NUMA node {node}")).unwrap_or_default();
+            writeln!(f, "\n{} {} (/dev/nvidia{}{numa}): {health}", gpu.uuid, gpu.name, gpu.minor)?;
+            writeln!(f, "  core    {}", gpu.core.show(|n| n.to_string()))?;
+            writeln!(f, "  memory  {}", gpu.memory_bytes.show(gib))?;
+            write_shares(f, &gpu.shares)?;
+        }
+        if !self.shares_elsewhere.is_empty() {
+            writeln!(f, "\non GPUs that are not on offer any more:")?;
+            write_shares(f, &self.shares_elsewhere)?;
+        }
+        for line in &self.unreadable {
+            writeln!(f, "\n{line}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Amount {
+    fn show(self, unit: impl Fn(u64) -> String) -> String {
+        let free =
+            self.free.map_or_else(|| "unknown what is free".into(), |free| format!("{} free", unit(free)));
+        format!("{} of {} granted, {free}", unit(self.granted), unit(self.total))
+    }
+}
+
+fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Result {
+    if shares.is_empty() {
+        return Ok(());
+    }
+    let head = ["POD", "CONTAINER", "STATE", "CORE", "MEMORY", "IN USE", "REFUSED"].map(String::from);
+    let row = |share: &ShareStatus| {
+        let figure = |show: fn(Usage) -> String| match (&share.usage, &share.usage_error) {
+            (Some(usage), _) => show(*usage),
+            (None, Some(_)) => "unreadable".into(),
+            (None, None) => "-".into(),
+        };
+        let state = match share.state {
+            ShareState::Running => "running",
+            ShareState::Stopped => "stopped",
+        };
+        [
+            format!("{}/{}", share.namespace, share.pod),
+            share.container.clone(),
+            state.into(),
+            share.core.to_string(),
+            gib(share.memory_bytes),
+            figure(|usage| gib(usage.memory_bytes)),
+            figure(|usage| usage.refusals.to_string()),
+        ]
+    };
+    let rows: Vec<_> = std::iter::once(head).chain(shares.iter().map(row)).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<_> = (0..rows[0].len()).map(width).collect();
+    for row in &rows {
+        let cells: Vec<_> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        writeln!(f, "    {}", cells.join("  ").trim_end())?;
+    }
+    for share in shares {
+        if let Some(error) = &share.usage_error {
+            writeln!(f, "    {}/{} {}: {error}", share.namespace, share.pod, share.container)?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes as GiB with one digit.
+fn gib(bytes: u64) -> String {
+    /// Bytes of a tenth of a GiB, rounded down.
+    const TENTH: u64 = (1 << 30) / 10;
+    let tenths = bytes / TENTH;
+    format!("{}.{} GiB", tenths / 10, tenths % 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use ledger::{ContainerRef, Driver, PodRef};
+    use region::GpuLimit;
+
+    use super::*;
+
+    fn uuid(n: u8) -> GpuUuid {
+        GpuUuid::from_bytes([n; 16])
+    }
+
+    fn node_file(folder: &Path) -> NodeFile {
+        let mut file = NodeFile::default();
+        file.paths.state = folder.into();
+        file.paths.run = folder.join("run");
+        let gpu = |n: u8| Gpu {
+            uuid: uuid(n),
+            name: "NVIDIA H100".into(),
+            minor: n.into(),
+            total_bytes: 80 << 30,
+            memory_units: 320,
+            numa_node: Some(0),
+            pci_bus_id: format!("00000000:{n:02x}:00.0"),
+            healthy: n == 1,
+            device_nodes: vec![],
+        };
+        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
+        let inventory = Inventory::new(ledger::boot_id().unwrap(), driver, vec![], vec![gpu(1), gpu(2)]);
+        inventory.store(&file.paths.inventory()).unwrap();
+        file
+    }
+
+    fn share(file: &NodeFile, pod: &str, gpu: u8, kind: ShareKind) -> ShareFolder {
+        let whole = kind == ShareKind::Whole;
+        let held = GpuShare {
+            uuid: uuid(gpu),
+            minor: gpu.into(),
+            core: if whole { 100 } else { 20 },
+            memory_bytes: if whole { 80 << 30 } else { 8 << 30 },
+        };
+        let record = ShareRecord {
+            version: 1,
+            pod: PodRef { uid: pod.into(), namespace: "ns".into(), name: pod.into(), sandbox_id: "s".into() },
+            container: ContainerRef { name: "main".into(), id: "c".into() },
+            boot_id: "b".into(),
+            kind,
+            gpus: vec![held.clone()],
+            state: ShareState::Running,
+            bound_at: 0,
+            shim: !whole,
+        };
+        let folder = ShareFolder::new(&file.paths.shares(), &record.name().unwrap());
+        fs::create_dir_all(folder.path()).unwrap();
+        fs::write(folder.record(), serde_json::to_vec(&record).unwrap()).unwrap();
+        if !whole {
+            let limit = GpuLimit {
+                uuid: held.uuid.bytes(),
+                memory_bytes: held.memory_bytes,
+                core_percent: 20,
+                core_limit_percent: 20,
+            };
+            Limits::create(&folder.limits(), &[limit]).unwrap();
+            region::Usage::create(&folder.usage()).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn gpus_show_what_is_granted_free_and_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        let usage = region::Usage::open(&share(&file, "train", 1, ShareKind::Share).usage()).unwrap();
+        let me = usage.claim().unwrap();
+        assert!(usage.take(me, 0, 9 << 30, 8 << 30).is_err());
+        share(&file, "big", 2, ShareKind::Whole);
+
+        let status = Status::read(&file).unwrap();
+        assert!(status.inventory_current && !status.plugin_running);
+        assert_eq!(status.gpus[0].core, Amount { total: 100, granted: 20, free: Some(80) });
+        assert_eq!(
+            status.gpus[0].memory_bytes,
+            Amount { total: 80 << 30, granted: 8 << 30, free: Some(72 << 30) }
+        );
+        assert_eq!(status.gpus[0].shares[0].usage, Some(Usage { memory_bytes: 0, refusals: 1 }));
+        assert_eq!(status.gpus[1].core.free, Some(0));
+        assert_eq!(status.gpus[1].shares[0].usage, None);
+        let text = status.to_string();
+        for part in ["ns/train", "8.0 GiB", "takes no new shares", "20 of 100 granted, 80 free"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    /// A container can write whatever it likes into its usage.
+    #[test]
+    fn a_spoiled_usage_file_costs_its_own_figures_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        fs::write(share(&file, "liar", 1, ShareKind::Share).usage(), "nonsense").unwrap();
+        share(&file, "honest", 1, ShareKind::Share);
+        let status = Status::read(&file).unwrap();
+        let shares = status.gpus[0].shares.iter();
+        let figures: Vec<_> = shares.map(|share| (share.pod.as_str(), share.usage.is_some())).collect();
+        assert_eq!(figures, [("honest", true), ("liar", false)]);
+        assert!(status.to_string().contains("ns/liar main: usage:"), "{status}");
+        assert_eq!(status.gpus[0].core.free, Some(60));
+    }
+
+    #[test]
+    fn shares_that_cannot_be_read_or_have_no_gpu_are_not_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        fs::write(share(&file, "odd", 1, ShareKind::Share).record(), "{").unwrap();
+        share(&file, "lost", 7, ShareKind::Share);
+        let status = Status::read(&file).unwrap();
+        assert_eq!(status.gpus[0].core.free, None);
+        assert_eq!(status.shares_elsewhere[0].pod, "lost");
+        assert!(status.unreadable[0].contains("odd_main"));
+    }
+
+    #[test]
+    fn no_inventory_says_who_writes_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut file = NodeFile::default();
+        file.paths.state = folder.path().into();
+        let error = Status::read(&file).unwrap_err().to_string();
+        assert!(error.contains("inventory.json") && error.contains("vcuda-device-plugin"), "{error}");
+    }
+}

@@ -1,0 +1,297 @@
+//! The real program with the simulated driver and a kubelet that speaks the real protocol. Device nodes need root, so
+//! these tests are run on request: `cargo test -p device-plugin -- --ignored`.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::OnceLock,
+};
+
+use crate::daemon::{Daemon, Node, verdict};
+use crate::kubelet::{Kubelet, Plugin};
+use device_plugin::{kubelet::api::Device, offer::Resource};
+use ledger::Inventory;
+
+/// Where the simulated driver's programs are, built when they are first asked for: this crate does not depend on
+/// them, so Cargo does not build them for it. The folder is this test's own.
+fn programs() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("sim-driver");
+        let built = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--locked", "-p", "sim-gpud", "-p", "sim-cuda", "-p", "sim-nvml"])
+            .arg("--target-dir")
+            .arg(&folder)
+            .status();
+        assert!(built.unwrap().success());
+        let folder = folder.join("debug");
+        // The names by which sim-gpud finds them.
+        for (name, built) in [("libcuda.so", "libsim_cuda.so"), ("libnvidia-ml.so", "libsim_nvml.so")] {
+            let _ = fs::remove_file(folder.join(name));
+            symlink(built, folder.join(name)).unwrap();
+        }
+        folder
+    })
+}
+
+/// The simulated kernel module under a node's driver root.
+struct Module {
+    root: PathBuf,
+    process: Child,
+}
+
+impl Module {
+    fn load(node: &Node, gpus: u32) -> Self {
+        let root = node.path("driver");
+        fs::create_dir_all(&root).unwrap();
+        let mut command = Command::new(programs().join("sim-gpud"));
+        command.arg("--root").arg(&root).arg("--gpus").arg(gpus.to_string());
+        Self { root, process: command.stdout(Stdio::null()).spawn().unwrap() }
+    }
+
+    fn happens(&self, what: &[&str]) {
+        let mut command = Command::new(programs().join("sim-gpud"));
+        assert!(command.arg("--root").arg(&self.root).args(what).status().unwrap().success());
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Devices of the GPU number `gpu` (of 2) are all unhealthy, and no other.
+fn sick(gpu: Option<usize>) -> impl Fn(&[Device]) -> bool {
+    move |devices| {
+        let half = devices.len() / 2;
+        (0..devices.len()).all(|at| (devices[at].health == "Unhealthy") == (gpu == Some(at / half)))
+    }
+}
+
+/// Stops the program; kubelet goes on meanwhile.
+async fn stop(daemon: Daemon) {
+    assert!(tokio::task::spawn_blocking(|| daemon.stop()).await.unwrap().success());
+}
+
+async fn both(kubelet: &mut Kubelet) -> [Plugin; 2] {
+    [kubelet.plugin(Resource::Core).await, kubelet.plugin(Resource::Memory).await]
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn a_share_is_granted_from_what_nvml_sees() {
+    let node = Node::new();
+    let _module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+    assert_eq!(devices.len(), 200);
+    // 40960 MiB a GPU.
+    assert_eq!(memory.devices_where(sick(None)).await.len(), 2 * 160);
+
+    // What kubelet was told is on disk before.
+    let inventory = Inventory::load(&node.path("state/inventory.json")).unwrap();
+    assert_eq!(inventory.driver.library_dir, Path::new("/usr/lib/x86_64-linux-gnu"));
+    let nodes: Vec<_> = inventory.control_nodes.iter().map(|node| node.path.to_str().unwrap()).collect();
+    assert_eq!(nodes, ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]);
+    let gpu = &inventory.gpus[1];
+    assert_eq!(gpu.device_nodes[0].path, Path::new("/dev/nvidia1"));
+    assert_eq!((gpu.device_nodes[0].major, gpu.device_nodes[0].minor), (195, 1));
+    assert!(devices[100].id.starts_with(gpu.uuid.as_str()) && gpu.healthy);
+
+    let spec = node.path("cdi/tencent.com-vcuda.json");
+    fs::remove_file(&spec).unwrap();
+    let ids = devices[100..120].iter().map(|device| device.id.clone()).collect();
+    let answer = core.allocate(ids).await.unwrap();
+    assert_eq!(answer.cdi_devices[0].name, "tencent.com/vcuda=share");
+    assert!(spec.exists());
+
+    let shown = node.run(&["status", "-o", "json"]);
+    let status: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap();
+    assert_eq!(status["pluginRunning"], true);
+    assert_eq!(status["gpus"][1]["core"]["free"], 100);
+
+    stop(daemon).await;
+    core.closed().await;
+    assert!(!node.kubelet().join(Resource::Core.socket()).exists());
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn a_driver_that_comes_late_is_picked_up() {
+    let node = Node::new();
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    daemon.says("waiting for it");
+    let _module = Module::load(&node, 2);
+    let [core, _] = both(&mut kubelet).await;
+    core.devices_where(sick(None)).await;
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
+    let node = Node::new();
+    let module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+
+    module.happens(&["--gpu", "1", "--xid", "31"]);
+    daemon.says("XID of an application, ignored");
+    core.devices_where(sick(None)).await;
+    module.happens(&["--gpu", "1", "--xid", "79"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(Some(1))).await;
+    }
+    let refused = core.allocate(vec![devices[100].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("XID 79"), "{refused}");
+    core.allocate(vec![devices[0].id.clone()]).await.unwrap();
+
+    module.happens(&["--gpu", "0", "--lose"]);
+    // The other one has been quiet by then.
+    core.devices_where(sick(Some(0))).await;
+    let refused = core.allocate(vec![devices[0].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("it is lost"), "{refused}");
+    let inventory = Inventory::load(&node.path("state/inventory.json")).unwrap();
+    assert_eq!(inventory.gpus.iter().map(|gpu| gpu.healthy).collect::<Vec<_>>(), [false, true]);
+
+    module.happens(&["--gpu", "0", "--recover"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(None)).await;
+    }
+    core.allocate(vec![devices[0].id.clone()]).await.unwrap();
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn a_missing_device_node_and_missing_files_keep_shares_off_until_they_are_back() {
+    let node = Node::new();
+    let _module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, _] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+
+    let (device, aside) = (node.path("driver/dev/nvidia1"), node.path("driver/dev/aside"));
+    fs::rename(&device, &aside).unwrap();
+    core.devices_where(sick(Some(1))).await;
+    fs::rename(&aside, &device).unwrap();
+    core.devices_where(sick(None)).await;
+
+    let (libraries, aside) = (node.path("driver/usr"), node.path("driver/aside"));
+    fs::rename(&libraries, &aside).unwrap();
+    core.devices_where(|devices| devices.iter().all(|device| device.health == "Unhealthy")).await;
+    let refused = core.allocate(vec![devices[0].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("the driver does not answer"), "{refused}");
+    fs::rename(&aside, &libraries).unwrap();
+    core.devices_where(sick(None)).await;
+    core.allocate(vec![devices[0].id.clone()]).await.unwrap();
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn a_killed_plugin_comes_back_with_the_same_devices() {
+    let node = Node::new();
+    let _module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let devices = memory.devices_where(sick(None)).await;
+    // SIGKILL.
+    drop(daemon);
+    core.closed().await;
+    memory.closed().await;
+    kubelet.forget(&core);
+    kubelet.forget(&memory);
+
+    let daemon = node.start();
+    let [_, memory] = both(&mut kubelet).await;
+    assert_eq!(memory.devices_where(sick(None)).await, devices);
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn free_memory_of_a_gpu_that_is_taken_whole_is_withdrawn_and_comes_back() {
+    let node = Node::new();
+    let _module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let units = memory.devices_where(sick(None)).await;
+    let gpu = Inventory::load(&node.path("state/inventory.json")).unwrap().gpus[1].clone();
+
+    // The container has asked for memory, too, so two units are in use: they must stay healthy.
+    let entry = |resource: &str, ids: &[String]| {
+        serde_json::json!({"PodUID": "7f", "ContainerName": "main", "ResourceName": resource,
+            "DeviceIDs": {"0": ids}, "AllocResp": ""})
+    };
+    let cores: Vec<_> = (0..100).map(|index| format!("{}::{index}", gpu.uuid)).collect();
+    let in_use = [units[160].id.clone(), units[319].id.clone()];
+    let checkpoint = serde_json::json!({"Data": {"PodDeviceEntries": [
+        entry("tencent.com/vcuda-core", &cores), entry("tencent.com/vcuda-memory", &in_use),
+    ], "RegisteredDevices": {}}, "Checksum": 1});
+    fs::write(node.kubelet().join("kubelet_internal_checkpoint"), checkpoint.to_string()).unwrap();
+    let share = node.path("state/shares/7f_main");
+    fs::create_dir_all(&share).unwrap();
+    let record = serde_json::json!({
+        "version": 1, "pod": {"uid": "7f", "namespace": "ns", "name": "whole", "sandboxId": "s"},
+        "container": {"name": "main", "id": "c"}, "bootId": "b", "kind": "whole",
+        "gpus": [{"uuid": gpu.uuid, "minor": 1, "core": 100, "memoryBytes": gpu.usable_bytes()}],
+        "state": "running", "boundAt": 0, "shim": false,
+    });
+    fs::write(share.join("share.json"), record.to_string()).unwrap();
+
+    let withdrawn =
+        memory.devices_where(|devices| devices.iter().any(|device| device.health == "Unhealthy")).await;
+    let healthy: Vec<_> = withdrawn[160..]
+        .iter()
+        .filter(|device| device.health == "Healthy")
+        .map(|device| device.id.clone())
+        .collect();
+    assert_eq!(healthy, in_use);
+    assert!(withdrawn[..160].iter().all(|device| device.health == "Healthy"));
+    core.devices_where(sick(None)).await;
+
+    fs::remove_dir_all(&share).unwrap();
+    memory.devices_where(sick(None)).await;
+    stop(daemon).await;
+}
+
+#[test]
+#[ignore = "needs root: device nodes"]
+fn a_driver_without_a_gpu_to_offer_is_told_apart_from_none() {
+    let node = Node::new();
+    let module = Module::load(&node, 0);
+    let (code, said) = wait_for_module(&node);
+    assert_eq!(code, Some(5), "{said}");
+    assert!(said.contains("NVML sees no GPU"), "{said}");
+    drop(module);
+
+    let uuid = "GPU-53494d55-6770-7500-0000-000000000000";
+    let node = Node::with(&format!("gpus: {{exclude: [{uuid}]}}"));
+    let _module = Module::load(&node, 1);
+    let (code, said) = wait_for_module(&node);
+    assert_eq!(code, Some(5), "{said}");
+    assert!(said.contains(uuid) && said.contains("gpus.exclude"), "{said}");
+}
+
+/// The program's verdict, once the module is up: until then, there is no driver.
+fn wait_for_module(node: &Node) -> (Option<i32>, String) {
+    loop {
+        let (code, said) = verdict(&node.run(&["--fail-without-driver"]));
+        if code != Some(4) {
+            return (code, said);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The real program where there is no driver: what it says, and with which code it ends.
+
+use std::fs;
+
+use crate::daemon::{Node, verdict};
+
+#[test]
+fn help_names_the_exit_codes() {
+    let node = Node::new();
+    for arguments in [&["--help"][..], &["run", "--help"]] {
+        let help = String::from_utf8(node.run(arguments).stdout).unwrap();
+        assert!(help.contains("Exit codes:") && help.contains("another device plugin"), "{help}");
+    }
+}
+
+#[test]
+fn a_wrong_node_file_is_named_with_its_key() {
+    let node = Node::with("gpuz: {}");
+    for arguments in [&["run"][..], &["status"]] {
+        let (code, said) = verdict(&node.run(arguments));
+        assert_eq!(code, Some(3), "{said}");
+        assert!(said.contains("gpuz"), "{said}");
+    }
+}
+
+#[test]
+fn a_missing_driver_names_where_it_was_looked_for() {
+    let node = Node::new();
+    let (code, said) = verdict(&node.run(&["--fail-without-driver"]));
+    assert_eq!(code, Some(4), "{said}");
+    for part in [
+        "the NVIDIA driver cannot be used",
+        node.path("driver").to_str().unwrap(),
+        "/usr/lib64",
+        "paths.driverRoot",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn a_driver_that_is_none_is_named() {
+    let node = Node::new();
+    let folder = node.path("driver/usr/lib64");
+    fs::create_dir_all(&folder).unwrap();
+    for library in ["libcuda.so.550.1", "libnvidia-ml.so.550.1"] {
+        fs::write(folder.join(library), "no library").unwrap();
+    }
+    let (code, said) = verdict(&node.run(&["--fail-without-driver"]));
+    assert_eq!(code, Some(4), "{said}");
+    assert!(said.contains("libcuda.so.550.1"), "{said}");
+}
+
+#[test]
+fn a_missing_driver_is_waited_for_and_told_of_once() {
+    let node = Node::new();
+    let mut daemon = node.start();
+    daemon.says("waiting for it");
+    // A change of anything makes it look again.
+    fs::create_dir_all(node.kubelet()).unwrap();
+    daemon.says("still nothing to offer");
+    assert_eq!(daemon.log().matches("the NVIDIA driver cannot be used").count(), 1);
+    assert!(daemon.stop().success());
+}
+
+#[test]
+fn a_second_instance_names_the_first() {
+    let node = Node::new();
+    let mut daemon = node.start();
+    daemon.says("waiting for it");
+    let (code, said) = verdict(&node.run(&["run"]));
+    assert_eq!(code, Some(6), "{said}");
+    assert!(said.contains("device-plugin.lock") && said.contains("stop it first"), "{said}");
+    assert!(daemon.stop().success());
+    let (code, said) = verdict(&node.run(&["run", "--fail-without-driver"]));
+    assert_eq!(code, Some(4), "{said}");
+}
+
+#[test]
+fn folders_that_cannot_be_written_are_named_with_their_key() {
+    for (folder, key) in [("cdi", "paths.cdi"), ("state", "paths.state"), ("run", "paths.run")] {
+        let node = Node::new();
+        fs::write(node.path(folder), "a file in its place").unwrap();
+        let (code, said) = verdict(&node.run(&["run"]));
+        assert_eq!(code, Some(7), "{said}");
+        assert!(said.contains(key) && said.contains("cannot be written"), "{said}");
+    }
+}
+
+#[test]
+fn status_without_an_inventory_says_who_writes_it() {
+    let node = Node::new();
+    let output = node.run(&["status", "-o", "json"]);
+    let (code, said) = verdict(&output);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("inventory.json") && output.stdout.is_empty(), "{said}");
+}
