@@ -67,16 +67,17 @@ pub fn is_spec_name(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "json" || extension == "yaml")
 }
 
-/// Reads the specification at `path`, YAML or JSON. It is well formed then; whether it keeps the rules is
-/// another question.
+/// Reads the specification at `path`. It is well formed then; whether it keeps the rules is another question.
 pub fn read(path: &Path) -> Result<Spec, FileError> {
     let invalid = |reason: String| FileError::Invalid { path: path.into(), reason };
-    let bytes = read_bytes(path)?;
-    if path.extension().is_some_and(|extension| extension == "json") {
-        return serde_json::from_slice(&bytes).map_err(|error| invalid(error.to_string()));
-    }
-    let text = String::from_utf8(bytes).map_err(|_| invalid("it is no UTF-8 text".into()))?;
-    serde_saphyr::from_str(&text).map_err(|error| invalid(error.to_string()))
+    let text = String::from_utf8(read_bytes(path)?).map_err(|_| invalid("it is no UTF-8 text".into()))?;
+    // JSON is YAML, and runtimes read both as YAML: a number is a text where a text is expected.
+    serde_saphyr::from_str(&text).map_err(|error| {
+        // The first line is the sentence; a picture of the place follows.
+        let text = error.to_string();
+        let sentence = text.lines().next().unwrap_or_default();
+        invalid(sentence.trim_start_matches("error: ").into())
+    })
 }
 
 fn read_bytes(path: &Path) -> Result<Vec<u8>, FileError> {

@@ -112,6 +112,11 @@ impl Faults {
             if !["", "b", "c", "u", "p"].contains(&kind) {
                 self.add(&format!("{place}.type"), &format!("{kind:?} must be b, c, u or p"));
             }
+            for (field, number) in [("major", node.major), ("minor", node.minor)] {
+                if number.is_some_and(|number| number < 0) {
+                    self.add(&format!("{place}.{field}"), "it is negative");
+                }
+            }
             let permissions = node.permissions.as_deref().unwrap_or_default();
             if permissions != "none" && permissions.chars().any(|c| !"rwm".contains(c)) {
                 self.add(
@@ -230,6 +235,7 @@ mod tests {
             ("\"A=b\",\"C=\"", "\"=b\"", "devices[0].containerEdits.env[0]"),
             ("/dev/null", "", "devices[0].containerEdits.deviceNodes[0].path"),
             ("\"c\",", "\"x\",", "devices[0].containerEdits.deviceNodes[0].type"),
+            ("\"c\",", "\"c\",\"minor\":-1,", "devices[0].containerEdits.deviceNodes[0].minor"),
             ("\"rw\"", "\"rx\"", "devices[0].containerEdits.deviceNodes[0].permissions"),
             ("createContainer", "createcontainer", "devices[0].containerEdits.hooks[0].hookName"),
             ("/bin/hook", "", "devices[0].containerEdits.hooks[0].path"),
