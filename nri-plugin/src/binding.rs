@@ -48,10 +48,16 @@ struct Cached {
 }
 
 /// Containers and sandboxes that have shares: so that events about all others are over at once.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Ours {
     containers: HashSet<String>,
     sandboxes: HashSet<String>,
+    /// Of the sandboxes, those that were there when the session began. containerd tells of their containers, but no
+    /// longer of their own end when it has been restarted since they were made (nri.go `needsStopping`: it forgets
+    /// the state of sandboxes, in all versions to 2.3).
+    old_sandboxes: HashSet<String>,
+    /// Shares that the runtime's last list left open, see [`ledger::Pruned::unseen`].
+    unseen: Vec<ShareName>,
 }
 
 /// A share that was bound, and what its container gets.
@@ -68,7 +74,7 @@ impl Binder {
     pub fn open(paths: Paths) -> Result<Self, LedgerError> {
         let ledger = Ledger::open(&paths.shares())?;
         let binder = Self { paths, ledger, inventory: Mutex::default(), ours: Mutex::default() };
-        binder.reload()?;
+        binder.reload(Vec::new())?;
         Ok(binder)
     }
 
@@ -187,8 +193,10 @@ impl Binder {
         Ok(inventory)
     }
 
-    /// Reads anew which containers and sandboxes have shares.
-    pub(crate) fn reload(&self) -> Result<(), LedgerError> {
+    /// Reads anew which containers and sandboxes have shares. `unseen` are the shares that the runtime's list left
+    /// open.
+    pub(crate) fn reload(&self, unseen: Vec<ShareName>) -> Result<(), LedgerError> {
+        let before = self.ours().clone();
         let shares = self.ledger.shares()?;
         for unreadable in &shares.unreadable {
             tracing::error!("{unreadable}");
@@ -196,15 +204,43 @@ impl Binder {
         for path in &shares.foreign {
             tracing::warn!(path = %path.display(), "no share, left alone");
         }
-        let mut ours = Ours::default();
+        let mut ours = self.ours();
+        // What came in while the folder was read stays.
+        ours.containers.retain(|id| !before.containers.contains(id));
+        ours.sandboxes.retain(|id| !before.sandboxes.contains(id));
         for record in shares.records.into_values() {
             if record.state == ShareState::Running {
                 ours.containers.insert(record.container.id);
             }
             ours.sandboxes.insert(record.pod.sandbox_id);
         }
-        *self.ours() = ours;
+        ours.unseen = unseen;
         Ok(())
+    }
+
+    /// Notes that the session begins with the sandboxes that are known now.
+    pub(crate) fn session_begins(&self) {
+        let mut ours = self.ours();
+        ours.old_sandboxes = ours.sandboxes.clone();
+    }
+
+    /// Shares that may have been left by pods whose end nobody told: of old sandboxes, with no container running.
+    pub fn doubtful(&self) -> Result<Vec<ShareName>, LedgerError> {
+        let Ours { old_sandboxes, unseen, .. } = self.ours().clone();
+        if old_sandboxes.is_empty() {
+            return Ok(Vec::new());
+        }
+        let doubtful = |name: &ShareName, record: &ShareRecord| {
+            (record.state == ShareState::Stopped || unseen.contains(name))
+                && record.boot_id == self.ledger.boot_id()
+                && old_sandboxes.contains(&record.pod.sandbox_id)
+        };
+        let records = self.ledger.shares()?.records;
+        Ok(records
+            .into_iter()
+            .filter(|(name, record)| doubtful(name, record))
+            .map(|(name, _)| name)
+            .collect())
     }
 
     fn ours(&self) -> MutexGuard<'_, Ours> {

@@ -16,7 +16,7 @@ use std::{
 use futures::FutureExt;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
 use thiserror::Error;
-use tokio::{net::UnixStream, time::sleep};
+use tokio::{net::UnixStream, task::spawn_blocking, time::sleep};
 use vcuda_config::NodeFile;
 
 use crate::{
@@ -28,6 +28,12 @@ use crate::{
 
 /// First and longest pause between attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+
+/// First and longest pause between looks for shares that pods may have left behind.
+const LOOKS: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+
+/// Longest that the runtime's list is waited for.
+const LIST: Duration = Duration::from_secs(60);
 
 /// Longest that a call which is being worked on holds up the end.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -209,14 +215,72 @@ async fn serve_once(
         }
         std::future::pending().await
     };
+    let look = async {
+        let _ = service.standing().wait_for(|now| matches!(now, Standing::Ready(_))).await;
+        match service.node() {
+            Some(node) => look_for_left_shares(identity, &node).await,
+            None => std::future::pending().await,
+        }
+    };
     let ended = tokio::select! {
         ended = session::serve(stream, identity, service) => ended,
         never = show => never,
+        never = look => never,
     };
     if let Some(node) = service.node() {
         node.set_ready(None);
     }
     ended
+}
+
+/// Once containerd has been restarted it does not tell of the end of pods from before. So while there are shares that
+/// such pods may have left, its list is asked for, in a short session beside the one in service.
+async fn look_for_left_shares(identity: &Identity, node: &Arc<Node>) -> Result<(), SessionError> {
+    let identity = Identity { name: format!("{}-list", identity.name), index: identity.index.clone() };
+    let mut backoff = Backoff::new(LOOKS.0, LOOKS.1);
+    let mut doubtful = Vec::new();
+    loop {
+        sleep(backoff.pause()).await;
+        let binder = Arc::clone(node.binder());
+        let found = match spawn_blocking(move || binder.doubtful()).await {
+            Ok(Ok(found)) => found,
+            Ok(Err(error)) => {
+                tracing::error!(%error, "cannot look for shares that pods left");
+                continue;
+            }
+            Err(_) => continue,
+        };
+        // The same ones again are most likely of containers that wait for their restart.
+        if found != doubtful {
+            backoff.reset();
+        }
+        doubtful = found;
+        if doubtful.is_empty() {
+            backoff.reset();
+        } else if let Err(error) = ask_for_list(&identity, node).await {
+            tracing::warn!(
+                error,
+                shares = doubtful.len(),
+                "shares that pods may have left stay until the next look"
+            );
+        }
+    }
+}
+
+async fn ask_for_list(identity: &Identity, node: &Arc<Node>) -> Result<(), String> {
+    let stream =
+        UnixStream::connect(&node.binder().paths().nri_socket).await.map_err(|error| error.to_string())?;
+    let service = Service::for_list(Arc::clone(node));
+    let mut standing = service.standing();
+    let seen = async {
+        let _ = standing.wait_for(|now| matches!(now, Standing::Ready(_))).await;
+        sleep(FLUSH).await;
+    };
+    tokio::select! {
+        ended = session::serve(stream, identity, &service) => ended.map_err(|error| error.to_string()),
+        () = seen => Ok(()),
+        () = sleep(LIST) => Err(format!("containerd gave no list of its pods within {LIST:?}")),
+    }
 }
 
 fn report(ended: &Result<(), SessionError>) {

@@ -29,7 +29,7 @@ use crate::{
     synchronize::Census,
     wire::{
         ConfigureRequest, ConfigureResponse, Container, ContainerRequest, CreateContainerResponse, EVENTS,
-        Empty, Event, Plugin, PodRequest, PodSandbox, StateChangeEvent, SynchronizeRequest,
+        Empty, Event, LIST_ONLY, Plugin, PodRequest, PodSandbox, StateChangeEvent, SynchronizeRequest,
         SynchronizeResponse,
     },
 };
@@ -61,12 +61,22 @@ pub enum Standing {
 /// One session's service.
 #[derive(Debug)]
 pub struct Service {
+    purpose: Purpose,
     source: NodeSource,
     node: OnceLock<Arc<Node>>,
     census: Mutex<Census>,
     standing: watch::Sender<Standing>,
     work: Arc<Semaphore>,
     bind_deadline: Duration,
+}
+
+/// What a session is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    /// To give containers their shares.
+    Shares,
+    /// To see the runtime's list once more, beside the session that gives containers their shares.
+    List,
 }
 
 /// Where the session's node comes from.
@@ -85,20 +95,30 @@ impl Service {
         Self::with_bind_deadline(source, BIND_DEADLINE)
     }
 
+    /// A service for a session that ends when it has seen the runtime's list of pods and containers.
+    pub fn for_list(node: Arc<Node>) -> Arc<Self> {
+        Arc::new(Self::build(Purpose::List, NodeSource::Here(node), BIND_DEADLINE))
+    }
+
     /// As [`Service::new`], with another bound for the binding of a share.
     pub fn with_bind_deadline(source: NodeSource, bind_deadline: Duration) -> Arc<Self> {
+        Arc::new(Self::build(Purpose::Shares, source, bind_deadline))
+    }
+
+    fn build(purpose: Purpose, source: NodeSource, bind_deadline: Duration) -> Self {
         let node = match &source {
             NodeSource::Here(node) => OnceLock::from(Arc::clone(node)),
             NodeSource::Configure(_) => OnceLock::new(),
         };
-        Arc::new(Self {
+        Self {
+            purpose,
             source,
             node,
             census: Mutex::default(),
             standing: watch::Sender::default(),
             work: Arc::new(Semaphore::new(WORKERS as usize)),
             bind_deadline,
-        })
+        }
     }
 
     /// Where the session stands, now and from now on.
@@ -310,7 +330,11 @@ impl Plugin for Service {
             );
         }
         self.standing.send_replace(Standing::Configured(runtime));
-        Ok(ConfigureResponse { events: EVENTS, ..Default::default() })
+        let events = match self.purpose {
+            Purpose::Shares => EVENTS,
+            Purpose::List => LIST_ONLY,
+        };
+        Ok(ConfigureResponse { events, ..Default::default() })
     }
 
     async fn synchronize(
@@ -327,7 +351,15 @@ impl Plugin for Service {
             std::mem::take(&mut *census)
         };
         let binder = self.binder()?;
-        self.event("the runtime's list of pods", move || binder.synchronize(&whole)).await;
+        let begins = self.purpose == Purpose::Shares;
+        let work = move || {
+            let done = binder.synchronize(&whole);
+            if begins {
+                binder.session_begins();
+            }
+            done
+        };
+        self.event("the runtime's list of pods", work).await;
         self.standing.send_modify(|standing| {
             if let Standing::Configured(runtime) = standing {
                 *standing = Standing::Ready(std::mem::take(runtime));

@@ -87,7 +87,7 @@ impl Binder {
                 self.take_back(pod, container);
             }
         }
-        self.reload()
+        self.reload(pruned.unseen)
     }
 
     fn take_back(&self, pod: &PodSandbox, container: &Container) {

@@ -15,6 +15,10 @@ pub const EVENTS: i32 = bit(Event::STOP_POD_SANDBOX)
     | bit(Event::STOP_CONTAINER)
     | bit(Event::REMOVE_CONTAINER);
 
+/// What a session subscribes to that only wants the runtime's list: something, since nothing would mean everything,
+/// and the event that comes least often.
+pub const LIST_ONLY: i32 = bit(Event::POST_UPDATE_CONTAINER);
+
 const fn bit(event: Event) -> i32 {
     1 << (event as i32 - 1)
 }

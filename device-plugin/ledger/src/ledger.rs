@@ -100,6 +100,8 @@ pub struct Pruned {
     pub released: Vec<ShareName>,
     /// Shares whose container has ended, of pods that are not gone: kept, marked stopped.
     pub stopped: Vec<ShareName>,
+    /// Shares whose container is not listed, but so young that it may be on its way: left as they were.
+    pub unseen: Vec<ShareName>,
 }
 
 /// Why the ledger could not be read or changed.
@@ -341,12 +343,13 @@ impl Ledger {
             if gone {
                 self.remove(&name)?;
                 pruned.released.push(name);
-            } else if record.state == ShareState::Running
-                && !live.containers.contains(&record.container.id)
-                && !(this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE.as_secs()))
-            {
-                self.set_stopped(&name, record)?;
-                pruned.stopped.push(name);
+            } else if record.state == ShareState::Running && !live.containers.contains(&record.container.id) {
+                if this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE.as_secs()) {
+                    pruned.unseen.push(name);
+                } else {
+                    self.set_stopped(&name, record)?;
+                    pruned.stopped.push(name);
+                }
             }
         }
         Ok(pruned)
