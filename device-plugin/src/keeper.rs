@@ -1,9 +1,10 @@
 //! Keeps three things in step with what NVML and the ledger say: the inventory on disk, the CDI spec, and what kubelet
 //! is offered. Each step looks at everything anew and changes what differs, so it does not matter what called for it.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc};
+use std::{collections::BTreeSet, fs::DirBuilder, os::unix::fs::DirBuilderExt, path::Path, sync::Arc};
 
 use ledger::{Driver, Inventory, Shares};
+use rustix::fs::{Access, access};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 use vcuda_config::NodeFile;
@@ -219,11 +220,10 @@ fn why_nothing(found: &Found, node: &Node) -> String {
     reasons.join("; ")
 }
 
-/// Where the CDI specs go is asked for before anything else, so that a folder that cannot be written is noticed on
-/// nodes whose driver comes late, too.
-pub(crate) fn check_writable(key: &'static str, path: PathBuf) -> Result<(), Fatal> {
-    use rustix::fs::{Access, access};
-    let made = std::fs::create_dir_all(&path);
-    made.and_then(|()| Ok(access(&path, Access::WRITE_OK | Access::EXEC_OK)?))
-        .map_err(|source| Fatal::Unwritable { key, path, source })
+/// Makes sure of a folder and that it can be written: at the start, before there is a driver, so that it shows on a
+/// node whose driver comes late, too.
+pub(crate) fn check_writable(key: &'static str, path: &Path, mode: u32) -> Result<(), Fatal> {
+    let made = DirBuilder::new().recursive(true).mode(mode).create(path);
+    made.and_then(|()| Ok(access(path, Access::WRITE_OK | Access::EXEC_OK)?))
+        .map_err(|source| Fatal::Unwritable { key, path: path.into(), source })
 }

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::{
-    io::{ErrorKind, Write},
+    io::{ErrorKind, IsTerminal, Write},
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -156,7 +156,11 @@ fn end(fatal: &Fatal) -> ExitCode {
 
 fn start_log(format: Option<Format>) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let stderr = std::io::stderr;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(stderr().is_terminal())
+        .with_writer(stderr);
     match format {
         None | Some(Format::Text) => log.init(),
         Some(Format::Json) => log.json().init(),

@@ -23,8 +23,9 @@ use crate::health::{IGNORED_XIDS, QUIET, XidBook};
 /// How often all GPUs are asked whether they are well.
 const SURVEY_EVERY: Duration = Duration::from_secs(5);
 
-/// How often a missing driver is looked for.
-const DRIVER_EVERY: Duration = Duration::from_secs(5);
+/// First and longest pause between two looks for a missing driver. A driver that does not fit its kernel module
+/// leaves a line in the kernel log each time it is asked.
+const DRIVER_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(15));
 
 /// Longest wait for an event, and so for this thread to notice that it should end.
 const EVENT_WAIT_MS: u32 = 500;
@@ -95,7 +96,8 @@ impl Surveyor {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
         thread::Builder::new().name("nvml".into()).spawn(move || {
-            let mut survey = Surveying { publish, stopped, xids: XidBook::new(IGNORED_XIDS, QUIET) };
+            let xids = XidBook::new(IGNORED_XIDS, QUIET);
+            let mut survey = Surveying { publish, stopped, xids, pause: DRIVER_EVERY.0 };
             while survey.look_for_driver(&driver_root) {}
         })?;
         Ok(Self { surveys, _stop: stop })
@@ -117,20 +119,27 @@ struct Surveying {
     publish: watch::Sender<Survey>,
     stopped: Receiver<()>,
     xids: XidBook,
+    /// Until a missing driver is looked for again.
+    pause: Duration,
 }
 
 impl Surveying {
     /// Uses the driver as long as it is there. False when the thread should end.
     fn look_for_driver(&mut self, root: &Path) -> bool {
         let missing = match open(root) {
-            Ok((nvml, files)) => match self.use_driver(&nvml, &files) {
-                Over::Stopped => return false,
-                Over::DriverGone(reason) => reason,
-            },
+            Ok((nvml, files)) => {
+                self.pause = DRIVER_EVERY.0;
+                match self.use_driver(&nvml, &files) {
+                    Over::Stopped => return false,
+                    Over::DriverGone(reason) => reason,
+                }
+            }
             Err(reason) => reason,
         };
         self.publish(Survey::NoDriver(missing));
-        !self.sleep(DRIVER_EVERY)
+        let pause = self.pause;
+        self.pause = (pause * 2).min(DRIVER_EVERY.1);
+        !self.sleep(pause)
     }
 
     fn use_driver(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Over {

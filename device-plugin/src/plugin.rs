@@ -37,8 +37,10 @@ pub async fn run(
 ) -> Result<(), Fatal> {
     let paths = file.paths.clone();
     let _lock = Lock::take(&paths.run)?;
-    check_writable("paths.state", paths.state.clone())?;
-    check_writable("paths.cdi", paths.cdi.clone())?;
+    // The ledger makes the folder of shares the same way; made now, it can be watched from the start.
+    check_writable("paths.state", &paths.shares(), 0o700)?;
+    check_writable("paths.state", &paths.state, 0o700)?;
+    check_writable("paths.cdi", &paths.cdi, 0o755)?;
     let system = |what| move |source| Fatal::System { what, source };
     let boot_id = ledger::boot_id().map_err(system("the boot ID cannot be read"))?;
     let surveyor =
