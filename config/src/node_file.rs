@@ -71,13 +71,15 @@ pub struct Paths {
 }
 
 /// Which GPUs are offered, and how much of them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields, default)]
 pub struct GpuPolicy {
     /// GPUs that this system leaves alone, by UUID.
     pub exclude: Vec<GpuUuid>,
     /// Memory of each GPU that is never offered, in MiB (driver contexts, other users of the node).
     pub reserved_mib: u64,
+    /// XID errors that keep no new shares off a GPU.
+    pub ignored_xids: Vec<u64>,
 }
 
 /// How the NRI plugin presents itself to containerd.
@@ -270,6 +272,15 @@ impl Default for Paths {
     }
 }
 
+impl Default for GpuPolicy {
+    fn default() -> Self {
+        // XIDs that an application causes by itself, as NVIDIA's device plugin has them (k8s-device-plugin v0.20): 13
+        // graphics engine exception, 31 page fault, 43 stopped processing, 45 preemptive cleanup, 68 video processor
+        // exception, 109 context switch timeout.
+        Self { exclude: Vec::new(), reserved_mib: 0, ignored_xids: vec![13, 31, 43, 45, 68, 109] }
+    }
+}
+
 impl Default for NriSettings {
     fn default() -> Self {
         Self { name: "vcuda".into(), index: "90".into() }
@@ -309,13 +320,14 @@ mod tests {
     fn what_is_set_is_kept() {
         let file = NodeFile::parse(
             "version: 1\nresources: {domain: gpu.example.org}\npaths: {driverRoot: /run/nvidia/driver}\n\
-             gpus: {exclude: [GPU-4d4f434b-0000-0000-0000-000000000000], reservedMib: 512}",
+             gpus: {exclude: [GPU-4d4f434b-0000-0000-0000-000000000000], reservedMib: 512, ignoredXids: [63]}",
         )
         .unwrap();
         assert_eq!(file.resources.core_name(), "gpu.example.org/vcuda-core");
         assert_eq!(file.paths.driver_root, Path::new("/run/nvidia/driver"));
         assert_eq!(file.paths.state, Path::new("/var/lib/vcuda"));
         assert_eq!(file.gpus.reserved_mib, 512);
+        assert_eq!(file.gpus.ignored_xids, [63]);
     }
 
     #[test]

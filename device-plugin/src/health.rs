@@ -8,11 +8,6 @@ use std::{
 
 use vcuda_config::GpuUuid;
 
-/// XIDs that an application causes by itself, and that say nothing of the GPU's health: the list of NVIDIA's device
-/// plugin (k8s-device-plugin v0.20: 13 graphics engine exception, 31 page fault, 43 stopped processing, 45
-/// preemptive cleanup, 68 video processor exception, 109 context switch timeout).
-pub const IGNORED_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
-
 /// For how long a GPU must answer without another XID until it takes new shares again.
 pub const QUIET: Duration = Duration::from_secs(30);
 
@@ -54,6 +49,8 @@ impl XidBook {
 
 #[cfg(test)]
 mod tests {
+    use vcuda_config::GpuPolicy;
+
     use super::*;
 
     fn gpu(n: u8) -> GpuUuid {
@@ -63,7 +60,7 @@ mod tests {
     #[test]
     fn an_xid_keeps_shares_off_its_gpu_until_it_has_been_quiet() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
-        let mut book = XidBook::new(IGNORED_XIDS, QUIET);
+        let mut book = XidBook::new(GpuPolicy::default().ignored_xids, QUIET);
         assert!(book.note(gpu(1), 79, start));
         assert!(book.trouble(&gpu(1), start).unwrap().contains("XID 79"));
         assert_eq!(book.trouble(&gpu(2), start), None);
@@ -74,9 +71,9 @@ mod tests {
 
     #[test]
     fn xids_of_applications_are_ignored() {
-        let mut book = XidBook::new(IGNORED_XIDS, QUIET);
+        let mut book = XidBook::new(GpuPolicy::default().ignored_xids, QUIET);
         let now = Instant::now();
-        assert!(IGNORED_XIDS.iter().all(|xid| !book.note(gpu(1), *xid, now)));
+        assert!([13, 31, 43, 45, 68, 109].iter().all(|xid| !book.note(gpu(1), *xid, now)));
         assert_eq!(book.trouble(&gpu(1), now), None);
     }
 }

@@ -3,6 +3,7 @@
 //! missing, goes away or is replaced is looked for again and again.
 
 use std::{
+    collections::BTreeSet,
     io,
     path::{Path, PathBuf},
     sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
@@ -18,7 +19,7 @@ use tokio::sync::watch;
 use tracing::{debug, info, warn};
 use vcuda_config::GpuUuid;
 
-use crate::health::{IGNORED_XIDS, QUIET, XidBook};
+use crate::health::{QUIET, XidBook};
 
 /// How often all GPUs are asked whether they are well.
 const SURVEY_EVERY: Duration = Duration::from_secs(5);
@@ -26,6 +27,9 @@ const SURVEY_EVERY: Duration = Duration::from_secs(5);
 /// First and longest pause between two looks for a missing driver. A driver that does not fit its kernel module
 /// leaves a line in the kernel log each time it is asked.
 const DRIVER_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(15));
+
+/// How often NVML is loaded anew while a GPU is missing. It takes seconds on a node without nvidia-persistenced.
+const RELOAD_EVERY: Duration = Duration::from_secs(30);
 
 /// Longest wait for an event, and so for this thread to notice that it should end.
 const EVENT_WAIT_MS: u32 = 500;
@@ -87,19 +91,19 @@ pub struct Surveyor {
 }
 
 impl Surveyor {
-    /// Starts to look for the driver below `driver_root`.
+    /// Starts to look for the driver below `driver_root`. XIDs in `ignored_xids` are no trouble.
     ///
     /// # Errors
     ///
     /// No thread could be started.
-    pub fn start(driver_root: PathBuf) -> io::Result<Self> {
+    pub fn start(driver_root: PathBuf, ignored_xids: &[u64]) -> io::Result<Self> {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
-        thread::Builder::new().name("nvml".into()).spawn(move || {
-            let xids = XidBook::new(IGNORED_XIDS, QUIET);
-            let mut survey = Surveying { publish, stopped, xids, pause: DRIVER_EVERY.0 };
-            while survey.look_for_driver(&driver_root) {}
-        })?;
+        let xids = XidBook::new(ignored_xids.iter().copied(), QUIET);
+        let mut survey = Surveying { publish, stopped, xids, pause: DRIVER_EVERY.0, seen: BTreeSet::new() };
+        thread::Builder::new()
+            .name("nvml".into())
+            .spawn(move || while survey.look_for_driver(&driver_root) {})?;
         Ok(Self { surveys, _stop: stop })
     }
 
@@ -113,6 +117,8 @@ impl Surveyor {
 enum Over {
     Stopped,
     DriverGone(String),
+    /// A GPU is missing; NVML finds one that comes back only when it is loaded anew.
+    GpuMissing,
 }
 
 struct Surveying {
@@ -121,6 +127,8 @@ struct Surveying {
     xids: XidBook,
     /// Until a missing driver is looked for again.
     pause: Duration,
+    /// All GPUs that were ever there.
+    seen: BTreeSet<GpuUuid>,
 }
 
 impl Surveying {
@@ -131,6 +139,7 @@ impl Surveying {
                 self.pause = DRIVER_EVERY.0;
                 match self.use_driver(&nvml, &files) {
                     Over::Stopped => return false,
+                    Over::GpuMissing => return true,
                     Over::DriverGone(reason) => reason,
                 }
             }
@@ -144,13 +153,19 @@ impl Surveying {
 
     fn use_driver(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Over {
         let mut events = Events::default();
+        let begun = Instant::now();
         loop {
             let found = match self.survey(nvml, files) {
                 Ok(found) => found,
                 Err(reason) => return Over::DriverGone(reason),
             };
             events.follow(nvml, &found.gpus);
+            self.seen.extend(found.gpus.iter().map(|gpu| gpu.uuid.clone()));
+            let missing = found.silent.is_some() || found.gpus.len() < self.seen.len();
             self.publish(Survey::Found(found));
+            if missing && begun.elapsed() > RELOAD_EVERY {
+                return Over::GpuMissing;
+            }
             let until = Instant::now() + SURVEY_EVERY;
             while Instant::now() < until {
                 if self.sleep(Duration::ZERO) {
@@ -248,7 +263,7 @@ fn open(root: &Path) -> Result<(Nvml, cdi_generator::Driver), String> {
         .lib_path(library.as_os_str())
         .init()
         .map_err(|error| format!("{}: {}", library.display(), explain(&error)))?;
-    info!(library = %library.display(), "NVML loaded");
+    debug!(library = %library.display(), "NVML loaded");
     Ok((nvml, files))
 }
 

@@ -1,11 +1,11 @@
 //! The running plugin: the surveying thread, the keeper, and a session for each resource, started in the order in
 //! which they need each other and ended together.
 
-use std::{sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
-    task::{self, JoinSet},
+    task::{self, JoinError, JoinSet},
     time,
 };
 use tracing::info;
@@ -43,8 +43,8 @@ pub async fn run(
     check_writable("paths.cdi", &paths.cdi, 0o755)?;
     let system = |what| move |source| Fatal::System { what, source };
     let boot_id = ledger::boot_id().map_err(system("the boot ID cannot be read"))?;
-    let surveyor =
-        Surveyor::start(paths.driver_root.clone()).map_err(system("no thread for NVML could be started"))?;
+    let surveyor = Surveyor::start(paths.driver_root.clone(), &file.gpus.ignored_xids)
+        .map_err(system("no thread for NVML could be started"))?;
 
     let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
     let (publish, offer) = watch::channel(Arc::new(Offer::default()));
@@ -64,7 +64,7 @@ pub async fn run(
         let ready;
         (keeper, ready) = match step.await {
             Ok((keeper, ready)) => (keeper, ready?),
-            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+            Err(error) => go_down(error),
         };
         if ready && sessions.is_empty() {
             for resource in Resource::ALL {
@@ -74,13 +74,30 @@ pub async fn run(
         }
         tokio::select! {
             _ = stop.wait_for(|stop| *stop) => break,
-            _ = surveys.changed() => {}
-            _ = shares.changed() => {}
-            _ = kubelet.changed() => {}
+            survey = surveys.changed() => survey.map_err(|_| nvml_ended())?,
+            Some(ended) = sessions.join_next(), if !sessions.is_empty() => ended.unwrap_or_else(go_down),
+            Ok(()) = shares.changed() => {}
+            Ok(()) = kubelet.changed() => {}
             () = time::sleep(STEP_EVERY) => {}
         }
     }
     info!("stopping");
     while sessions.join_next().await.is_some() {}
     Ok(())
+}
+
+/// The thread never ends by itself, so it has panicked, and said why.
+fn nvml_ended() -> Fatal {
+    Fatal::System {
+        what: "the NVML thread",
+        source: io::Error::other("ended by itself; restart vcuda-device-plugin"),
+    }
+}
+
+/// A part that has panicked takes the whole down, to be started again: half a plugin is worse than none.
+fn go_down<T>(error: JoinError) -> T {
+    match error.try_into_panic() {
+        Ok(panic) => std::panic::resume_unwind(panic),
+        Err(cancelled) => panic!("{cancelled}"),
+    }
 }
