@@ -44,6 +44,11 @@ impl Granted {
                 ));
             }
         }
+        let core = grant(container, annotation::CORE_GRANT)?;
+        let memory = grant(container, annotation::MEMORY_GRANT)?;
+        let units = |grant: &Option<Grant>| grant.as_ref().map_or(0, Grant::units);
+        let request = Request::new(units(&core), units(&memory)).map_err(|error| error.to_string())?;
+        // After the request: memory without core brings no CDI device, and the reason for that is the request.
         if !has_guard(container, paths) {
             return Err(format!(
                 "its CDI device was not expanded, so it has neither driver libraries nor guard; see that CDI is on \
@@ -51,10 +56,6 @@ impl Granted {
                 paths.cdi.display()
             ));
         }
-        let core = grant(container, annotation::CORE_GRANT)?;
-        let memory = grant(container, annotation::MEMORY_GRANT)?;
-        let units = |grant: &Option<Grant>| grant.as_ref().map_or(0, Grant::units);
-        let request = Request::new(units(&core), units(&memory)).map_err(|error| error.to_string())?;
         let mut gpus = Vec::new();
         for grant in [core, memory].iter().flatten() {
             let mut of_grant: Vec<_> = grant.iter().collect();
