@@ -79,7 +79,13 @@ impl Cluster {
         command
             .args(["--etcd-servers", &etcd_url, "--bind-address", "127.0.0.1"])
             .args(["--secure-port", &api_port.to_string(), "--service-cluster-ip-range", "10.0.0.0/24"])
-            .args(["--endpoint-reconciler-type", "none", "--authorization-mode", "RBAC"])
+            .args([
+                "--endpoint-reconciler-type",
+                "none",
+                "--authorization-mode",
+                "RBAC",
+                "--allow-privileged",
+            ])
             .args(["--service-account-issuer", "https://kubernetes.default.svc"])
             // Service accounts and the taints that follow a node's conditions are a controller manager's work.
             .args(["--disable-admission-plugins", "ServiceAccount,TaintNodesByCondition"])

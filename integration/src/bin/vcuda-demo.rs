@@ -119,7 +119,7 @@ impl Ask {
     /// Sizes of an allocation that fits the share, and of one that does not fit any more.
     fn attempts(&self) -> [u64; 2] {
         let memory = self.memory_bytes();
-        [memory * 3 / 4, memory]
+        [memory * 3 / 4, memory * 9 / 8]
     }
 
     /// Whether a pod's view is what its share says.
@@ -342,8 +342,12 @@ fn result_name(code: i32) -> &'static str {
     }
 }
 
+/// The beginning and the end of a UUID.
 fn short(uuid: &str) -> String {
-    format!("{}…", uuid.get(..12).unwrap_or(uuid))
+    match (uuid.get(..8), uuid.len().checked_sub(4).and_then(|at| uuid.get(at..))) {
+        (Some(first), Some(last)) => format!("{first}…{last}"),
+        _ => uuid.into(),
+    }
 }
 
 /// A size in GiB, with a decimal where it needs one.
