@@ -73,6 +73,11 @@ impl Wishes {
 }
 
 impl GpuFilter {
+    /// Whether it rules nothing out.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
     /// The annotation that rules `gpu` out, if one does.
     pub fn rules_out(&self, gpu: &Gpu) -> Option<&'static str> {
         let of_model = |models: &[String]| models.iter().any(|model| contains(&gpu.name, model));

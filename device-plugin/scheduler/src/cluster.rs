@@ -54,6 +54,8 @@ pub struct Reservation {
     pub since: Instant,
     /// Counts up: a later attempt to bind the same pod to the same node has a higher one.
     pub attempt: u64,
+    /// Attempts of which it is not known how they ended. Each may yet put the pod on the node.
+    open: u32,
 }
 
 /// A pod that has a node.
@@ -188,6 +190,7 @@ impl Cluster {
         if let Some(reservation) = self.reservations.get_mut(claim) {
             reservation.since = now;
             reservation.attempt = self.attempts;
+            reservation.open = reservation.open.saturating_add(1);
             return Ok(reservation.clone());
         }
         let node_name = || claim.node.clone();
@@ -212,6 +215,7 @@ impl Cluster {
             placement,
             since: now,
             attempt: self.attempts,
+            open: 1,
         };
         self.reservations.insert(claim.clone(), reservation.clone());
         Ok(reservation)
@@ -225,8 +229,35 @@ impl Cluster {
         }
     }
 
-    /// The pod is not on the node, as far as attempt number `attempt` goes. A later attempt keeps its reservation.
-    pub fn release(&mut self, claim: &Claim, attempt: u64) {
+    /// The pod is on the node but holds `holds`, which an earlier attempt to bind it wrote. The reservation stands.
+    pub fn correct(&mut self, claim: &Claim, holds: Box<[Hold]>) {
+        let reserved = self.reservations.contains_key(claim);
+        let node = self.nodes.get_mut(claim.node.as_str()).filter(|_| reserved);
+        if let Some((node, pod)) = node.and_then(|node| {
+            let pod = node.pods.get(claim.uid.as_str())?.clone();
+            Some((node, pod))
+        }) {
+            node.put(&claim.uid, PodOnNode { holds, ..pod });
+        }
+    }
+
+    /// One attempt certainly did not put the pod on the node. Where no other is open, its room is free.
+    pub fn refused(&mut self, claim: &Claim) {
+        if let Some(reservation) = self.reservations.get_mut(claim) {
+            reservation.open = reservation.open.saturating_sub(1);
+            if reservation.open == 0 {
+                self.drop_reservation(claim);
+            }
+        }
+    }
+
+    /// The pod will never be on the node: it is no more, or on another one.
+    pub fn forget(&mut self, claim: &Claim) {
+        self.drop_reservation(claim);
+    }
+
+    /// The pod was not on the node long after attempt number `attempt`, which was the last one, or else nothing is known.
+    pub fn lapse(&mut self, claim: &Claim, attempt: u64) {
         if self.reservations.get(claim).is_some_and(|reservation| reservation.attempt == attempt) {
             self.drop_reservation(claim);
         }

@@ -3,9 +3,13 @@
 
 use std::{borrow::Cow, collections::HashSet};
 
-use ledger::GpuFree;
+use ledger::NoRoom;
 
-use crate::{Cluster, Wanted, fits, node::Node, plan};
+use crate::{
+    Cluster, Wanted,
+    node::{Node, Room},
+    plan,
+};
 
 /// Nodes of one answer whose refusal says what each GPU lacks. kube-scheduler puts all different texts into the pod's
 /// status and event, and counts equal ones; so the rest of a large cluster gets one text.
@@ -38,7 +42,6 @@ impl Cluster {
             return filtered;
         }
         let mut detailed = 0;
-        let mut free = Vec::new();
         for name in names {
             let Some(node) = self.nodes.get(*name) else {
                 let reason = "vcuda-scheduler has not seen the node yet; it is tried again";
@@ -49,29 +52,24 @@ impl Cluster {
                 filtered.unfit.push((name, reason.into()));
                 continue;
             }
-            left_for(uid, node, &mut free);
-            if fits(&free, &wanted.demand, &node.rules(wanted)) {
+            let rooms = node.rooms_for(uid);
+            if node.fits(&rooms, wanted) {
                 filtered.fit.push(name);
                 continue;
             }
             detailed += 1;
-            filtered.unfit.push((name, refusal(node, &free, wanted, detailed <= DETAILED_NODES).into()));
+            filtered.unfit.push((name, refusal(node, &rooms, wanted, detailed <= DETAILED_NODES).into()));
         }
         filtered
     }
 
     /// How well each of `names` suits, 0 to 10.
     pub fn prioritize<'a>(&self, uid: &str, wanted: &Wanted, names: &[&'a str]) -> Vec<(&'a str, u64)> {
-        let mut free = Vec::new();
-        let mut score = |name: &&'a str| {
+        let score = |name: &&'a str| {
             let node = self.nodes.get(*name).filter(|_| !wanted.demand.is_empty());
-            let score = node.map_or(0, |node| {
-                left_for(uid, node, &mut free);
-                node.score(&free, &wanted.demand, &node.rules(wanted))
-            });
-            (*name, score)
+            (*name, node.map_or(0, |node| node.score(&node.rooms_for(uid), wanted)))
         };
-        names.iter().map(&mut score).collect()
+        names.iter().map(score).collect()
     }
 
     /// Whether a pod fits on `name` once the pods `named` have ended, and if not, which pods of a lower priority have
@@ -86,7 +84,6 @@ impl Cluster {
             return Some(Victims { node: name, uids: named });
         }
         let node = self.nodes.get(name).filter(|node| node.trouble().is_none())?;
-        let rules = node.rules(wanted);
         // Pods that are ending anyway make room by themselves.
         let mut gone: HashSet<&str> = node
             .pods
@@ -94,8 +91,7 @@ impl Cluster {
             .filter(|(uid, pod)| pod.ending || named.iter().any(|named| **named == ***uid))
             .map(|(uid, _)| &**uid)
             .collect();
-        let fit =
-            |gone: &HashSet<&str>| fits(&node.free_with(|uid| !gone.contains(uid)), &wanted.demand, &rules);
+        let fit = |gone: &HashSet<&str>| node.fits(&node.rooms_with(|uid| !gone.contains(uid)), wanted);
         let mut more: Vec<(&str, i32)> = Vec::new();
         if !fit(&gone) {
             more = node
@@ -126,18 +122,13 @@ impl Cluster {
     }
 }
 
-/// What is left on `node` for the pod: room that is reserved for itself counts as free.
-fn left_for<'a>(uid: &str, node: &'a Node, free: &mut Vec<GpuFree<'a>>) {
-    if node.pods.contains_key(uid) {
-        *free = node.free_with(|other| other != uid);
-    } else {
-        node.free_into(free);
+/// Why the pod does not fit on `node`, when `rooms` are left there.
+fn refusal(node: &Node, rooms: &[Room], wanted: &Wanted, detailed: bool) -> String {
+    if let ([one], false) = (wanted.demand.containers.as_slice(), detailed) {
+        let free = node.takers(rooms, &one.request, &wanted.filter).count();
+        return NoRoom { request: one.request, free, lacks: Vec::new() }.headline();
     }
-}
-
-/// Why the pod does not fit on `node`.
-fn refusal(node: &Node, free: &[GpuFree<'_>], wanted: &Wanted, detailed: bool) -> String {
-    let Err(misfit) = plan(free, &wanted.demand, &node.rules(wanted)) else {
+    let Err(misfit) = plan(&node.free_in(rooms), &wanted.demand, &node.rules(wanted)) else {
         return "it fits, but did not a moment ago".into();
     };
     if !detailed {

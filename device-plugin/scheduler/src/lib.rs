@@ -3,18 +3,29 @@
 
 #![forbid(unsafe_code)]
 
+mod bind;
 mod cluster;
 mod decide;
 mod demand;
 mod hold;
+pub mod lease;
 mod node;
 mod plan;
+mod service;
+mod standing;
+pub mod tls;
+pub mod verbs;
 mod wanted;
+mod watch;
+pub mod wire;
 
+pub use bind::BindError;
 pub use cluster::{BoundPod, Claim, Cluster, Figures, Refusal, Reservation};
 pub use decide::{Filtered, Victims};
 pub use demand::{ContainerDemand, Demand, DemandError, ResourceNames, Role};
 pub use hold::{Held, Hold, On, holds_of_bound, holds_of_placement};
 pub use node::Node;
-pub use plan::{Misfit, fits, plan};
+pub use plan::{Misfit, plan};
+pub use service::{Service, Settings};
+pub use standing::{Lead, NotServing, Standing};
 pub use wanted::{Wanted, WantedError};

@@ -1,3 +1,318 @@
-//! In the making.
+//! `vcuda-scheduler`: tells kube-scheduler which nodes a pod's GPU shares fit on, and binds them to GPUs.
 
-fn main() {}
+#![forbid(unsafe_code)]
+
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    pin::pin,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use axum::Router;
+use clap::{ArgAction, Parser, ValueEnum};
+use kube::{
+    Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+use ledger::Policy;
+use scheduler::{
+    Lead, ResourceNames, Service, Settings, Standing,
+    lease::Candidate,
+    tls::{Files, TlsListener},
+    verbs,
+};
+use tokio::{
+    net::TcpListener,
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+    task::JoinHandle,
+    time::timeout,
+};
+use tokio_rustls::rustls::crypto::ring;
+use tracing::{error, info, warn};
+use tracing_subscriber::EnvFilter;
+
+/// Exit codes, as `--help` lists them. 2 is clap's.
+const FAILED: u8 = 1;
+const LEASE_LOST: u8 = 3;
+
+const HELP: &str = "\
+kube-scheduler calls it as an extender, for pods that ask for GPU shares: it says which nodes have GPUs with room,
+which suit best, and binds the pod to a node and its GPUs at once. config/deploy/ has the manifests.
+
+It serves in one of two ways:
+  beside kube-scheduler  in the same pod, over HTTP on loopback, with --leader-elect=false: kube-scheduler elects a
+                         leader among its replicas, and each asks the extender beside it. This is the usual way.
+  as a Service           over HTTPS, with a leader of its own; replicas that do not lead are not ready.
+
+Exit codes:
+  0  stopped by SIGTERM or SIGINT
+  1  something failed that a restart may heal
+  2  wrong arguments
+  3  the lease was lost: another replica may lead";
+
+/// Scheduler extender for GPU shares.
+#[derive(Debug, Parser)]
+#[command(name = "vcuda-scheduler", version, after_help = HELP)]
+struct Arguments {
+    /// How to reach the API server. Without it: $KUBECONFIG, ~/.kube/config, or the pod's service account.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+
+    /// Where kube-scheduler calls.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:10280")]
+    listen: SocketAddr,
+
+    /// Certificate of this server (PEM); with it, the verbs are served over HTTPS. Read anew when it changes.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_certificate: Option<PathBuf>,
+
+    /// Private key of the certificate (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_certificate")]
+    tls_key: Option<PathBuf>,
+
+    /// CA that kube-scheduler's client certificate must be known to (PEM).
+    #[arg(long, value_name = "FILE", requires = "tls_certificate")]
+    client_ca: Option<PathBuf>,
+
+    /// Serve callers that nobody knows on an address that others reach. They can bind pods.
+    #[arg(long)]
+    allow_unknown_callers: bool,
+
+    /// Where probes and Prometheus call: /healthz, /readyz, /metrics, over HTTP.
+    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:10281")]
+    health_listen: SocketAddr,
+
+    /// How GPUs are picked: pack (the fullest that fits, which keeps whole ones free) or spread. A pod may say
+    /// otherwise in its annotation tencent.com/vcuda-policy.
+    #[arg(long, value_name = "POLICY", default_value_t = Policy::Pack)]
+    policy: Policy,
+
+    /// Name of the core resource.
+    #[arg(long, value_name = "NAME", default_value = "tencent.com/vcuda-core")]
+    core_resource: String,
+
+    /// Name of the memory resource.
+    #[arg(long, value_name = "NAME", default_value = "tencent.com/vcuda-memory")]
+    memory_resource: String,
+
+    /// Elect a leader among the replicas.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    leader_elect: bool,
+
+    /// Namespace of the lease.
+    #[arg(long, value_name = "NAME", default_value = "kube-system")]
+    lease_namespace: String,
+
+    /// Name of the lease.
+    #[arg(long, value_name = "NAME", default_value = "vcuda-scheduler")]
+    lease_name: String,
+
+    /// Seconds after which another replica takes over from one that died.
+    #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u32).range(3..=600))]
+    lease_duration: u32,
+
+    /// Seconds after which a pod that was bound, but is not seen on its node, is looked up.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(15..=3600))]
+    reservation_expiry: u32,
+
+    /// How to write the log; what to write is set by RUST_LOG, such as `info` or `scheduler=debug`.
+    #[arg(long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+    log_format: Format,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Format {
+    /// For people
+    Text,
+    /// JSON, for programs
+    Json,
+}
+
+/// How the scheduler came to its end.
+enum End {
+    Stopped,
+    LeaseLost,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    start_log(arguments.log_format);
+    match run(&arguments) {
+        Ok(End::Stopped) => {
+            info!("stopped");
+            ExitCode::SUCCESS
+        }
+        Ok(End::LeaseLost) => ExitCode::from(LEASE_LOST),
+        Err(error) => {
+            error!("{error:#}");
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+#[tokio::main]
+async fn run(arguments: &Arguments) -> Result<End> {
+    if ring::default_provider().install_default().is_err() {
+        bail!("another TLS library was set up before");
+    }
+    let known = arguments.listen.ip().is_loopback() || arguments.client_ca.is_some();
+    if !known && !arguments.allow_unknown_callers {
+        bail!(
+            "--listen {}: whoever reaches it could bind pods; pass --client-ca, or an address on loopback, or \
+             --allow-unknown-callers where the network keeps others out",
+            arguments.listen
+        );
+    }
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let client = client(arguments.kubeconfig.as_deref()).await?;
+    let (lead_until, until) = watch::channel(None);
+    let (lead, mut candidate) = if arguments.leader_elect {
+        (Lead::Lease(until), Some(candidate(&client, arguments)?))
+    } else {
+        (Lead::Alone, None)
+    };
+    let service = Arc::new(Service::new(client, settings(arguments), Standing::new(lead)));
+
+    let (stop, stopped) = watch::channel(());
+    let health = bind(arguments.health_listen, "--health-listen").await?;
+    tokio::spawn(axum::serve(health, verbs::health(service.clone())).into_future());
+    let mut server = serve(arguments, verbs::verbs(service.clone()), stopped).await?;
+
+    let end = {
+        let mut work = pin!(work(&service, candidate.as_mut(), &lead_until));
+        let end = tokio::select! {
+            _ = terminate.recv() => End::Stopped,
+            _ = interrupt.recv() => End::Stopped,
+            () = &mut work => End::LeaseLost,
+            ended = &mut server => {
+                ended.context("the server broke off")??;
+                bail!("the server ended by itself");
+            }
+        };
+        if matches!(end, End::Stopped) {
+            drop(stop);
+            // What is being bound is brought to its end, while the lease is still held.
+            let drained = timeout(settings(arguments).bind_timeout * 2, &mut server);
+            tokio::select! {
+                drained = drained => if drained.is_err() {
+                    warn!("kube-scheduler kept a request open; it is dropped");
+                },
+                () = &mut work => {}
+            }
+        }
+        end
+    };
+    if let Some(candidate) = &mut candidate
+        && matches!(end, End::Stopped)
+    {
+        candidate.release().await;
+    }
+    Ok(end)
+}
+
+/// Leads and follows the cluster. Returns when this replica no longer leads.
+async fn work(
+    service: &Arc<Service>,
+    candidate: Option<&mut Candidate>,
+    lead_until: &watch::Sender<Option<Instant>>,
+) {
+    let hold = match candidate {
+        None => None,
+        Some(candidate) => {
+            candidate.acquire(lead_until).await;
+            Some(candidate.hold(lead_until))
+        }
+    };
+    // All is read after the lease was acquired, and so after the last bind of whoever held it before.
+    let lost = async {
+        match hold {
+            Some(hold) => hold.await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        () = service.clone().watch_nodes() => {}
+        () = service.clone().watch_pods() => {}
+        () = service.follow_up() => {}
+        reason = lost => error!("the lease was lost: {reason}"),
+    }
+}
+
+async fn serve(
+    arguments: &Arguments,
+    router: Router,
+    mut stopped: watch::Receiver<()>,
+) -> Result<JoinHandle<std::io::Result<()>>> {
+    let listener = bind(arguments.listen, "--listen").await?;
+    // `changed` fails when the sender is dropped, which is the sign.
+    let stopped = async move { drop(stopped.changed().await) };
+    let address = listener.local_addr()?;
+    let (Some(certificate), Some(key)) = (&arguments.tls_certificate, &arguments.tls_key) else {
+        info!("serves kube-scheduler at http://{address}");
+        return Ok(tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stopped).into_future()));
+    };
+    let files =
+        Files { certificate: certificate.clone(), key: key.clone(), client_ca: arguments.client_ca.clone() };
+    let listener = TlsListener::new(listener, files)?;
+    info!("serves kube-scheduler at https://{address}");
+    Ok(tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stopped).into_future()))
+}
+
+async fn bind(address: SocketAddr, flag: &str) -> Result<TcpListener> {
+    let bound = TcpListener::bind(address).await;
+    bound.with_context(|| format!("{flag} {address}: cannot be listened at; pass another address"))
+}
+
+async fn client(kubeconfig: Option<&Path>) -> Result<Client> {
+    let mut config = match kubeconfig {
+        Some(path) => {
+            let file = Kubeconfig::read_from(path)
+                .with_context(|| format!("--kubeconfig {}: cannot be used", path.display()))?;
+            Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?
+        }
+        None => Config::infer().await.context("there is no way to the API server; pass --kubeconfig")?,
+    };
+    // Each caller knows best what to do about a failure.
+    config.default_retry = false;
+    // Longer than a watch is open, so that one which went silent is noticed.
+    config.read_timeout = Some(Duration::from_secs(300));
+    Ok(Client::try_from(config)?)
+}
+
+fn settings(arguments: &Arguments) -> Settings {
+    Settings {
+        names: ResourceNames {
+            core: arguments.core_resource.clone(),
+            memory: arguments.memory_resource.clone(),
+        },
+        policy: arguments.policy,
+        // A request sent at the end of a reign, half the lease's duration, is over before another replica leads.
+        bind_timeout: Duration::from_secs(arguments.lease_duration.into()) / 3,
+        expiry: Duration::from_secs(arguments.reservation_expiry.into()),
+    }
+}
+
+fn candidate(client: &Client, arguments: &Arguments) -> Result<Candidate> {
+    // A restarted replica is another one: nobody knows what became of what it sent before.
+    let random = fs::read_to_string("/proc/sys/kernel/random/uuid").context("/proc is not mounted")?;
+    let identity = format!("{}_{}", rustix::system::uname().nodename().to_string_lossy(), random.trim());
+    let duration = Duration::from_secs(arguments.lease_duration.into());
+    let (namespace, name) = (&arguments.lease_namespace, &arguments.lease_name);
+    Ok(Candidate::new(client.clone(), namespace, name, identity, duration))
+}
+
+fn start_log(format: Format) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        Format::Text => log.init(),
+        Format::Json => log.json().init(),
+    }
+}

@@ -1,14 +1,18 @@
 //! One node: its GPUs, the pods on it, and what is left of each GPU, kept up to date with every change so that a
 //! decision reads and never counts.
 
-use std::collections::{BTreeMap, HashMap};
-
-use ledger::{Gpu, GpuFree, Policy, Rules};
-use vcuda_config::{
-    CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, NodeGpus, NodeGpusError, annotation,
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashMap},
+    num::NonZeroU32,
 };
 
-use crate::{Demand, Held, Hold, On, Wanted, hold::gpus_of};
+use ledger::{Gpu, GpuFilter, GpuFree, Policy, Rules};
+use vcuda_config::{
+    CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, NodeGpus, NodeGpusError, Request, annotation,
+};
+
+use crate::{Held, Hold, On, Wanted, hold::gpus_of, plan};
 
 /// Emptiness of an untouched GPU, see [`GpuFree::emptiness`].
 const EMPTY: u64 = 2000;
@@ -26,14 +30,31 @@ pub struct Node {
     trouble: Option<String>,
     /// By UID.
     pub(crate) pods: HashMap<Box<str>, PodOnNode>,
-    /// What is taken of each GPU, in the order of `gpus`.
-    used: Vec<Held>,
-    /// What is taken of any of them, nobody knows which.
-    anywhere: Held,
+    /// What is left of each GPU, in the order of `gpus`.
+    rooms: Vec<Room>,
+    /// Containers of which nobody knows on which GPU they are.
+    unplaced: u32,
     /// Whether the cluster has such a node. Pods outlive their node for a while.
     exists: bool,
     /// The list of nodes in which it was last seen.
     pub(crate) seen: u32,
+}
+
+/// What is left of a GPU, in few bytes: a question about a large cluster reads that of every GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// Bytes of memory that no share holds.
+    memory_bytes: u64,
+    /// Percent of the compute time that no share holds.
+    core: u32,
+    /// Shares on it.
+    shares: u32,
+    /// How full it is, 0 to [`EMPTY`].
+    fullness: u16,
+    /// Whether it takes new shares at all.
+    open: bool,
+    /// Whether it can be had whole.
+    whole: bool,
 }
 
 /// A pod with a share.
@@ -57,8 +78,8 @@ impl Default for Node {
             cordoned: Vec::new(),
             trouble: Some("vcuda-scheduler has not seen this node yet; it is tried again".into()),
             pods: HashMap::new(),
-            used: Vec::new(),
-            anywhere: Held::default(),
+            rooms: Vec::new(),
+            unplaced: 0,
             exists: false,
             seen: 0,
         }
@@ -154,15 +175,16 @@ impl Node {
         !self.exists && self.pods.is_empty()
     }
 
-    /// Counts anew what is taken. A node has few pods, and counting cannot drift.
+    /// Counts anew what is left. A node has few pods, and counting cannot drift.
     fn count(&mut self) {
-        (self.used, self.anywhere) = self.counted(|_| true);
+        (self.rooms, self.unplaced) = self.counted(|_| true);
     }
 
-    fn counted(&self, count: impl Fn(&str) -> bool) -> (Vec<Held>, Held) {
+    /// What is left of each GPU when only the pods count whose UID `counts`, and how many containers are unplaced.
+    fn counted(&self, counts: impl Fn(&str) -> bool) -> (Vec<Room>, u32) {
         let mut used = vec![Held::default(); self.gpus.len()];
         let mut anywhere = Held::default();
-        for (_, pod) in self.pods.iter().filter(|(uid, _)| count(uid)) {
+        for (_, pod) in self.pods.iter().filter(|(uid, _)| counts(uid)) {
             for hold in &pod.holds {
                 let at = match hold.on {
                     On::Gpu(bytes) => match self.gpus.iter().position(|gpu| gpu.uuid.bytes() == bytes) {
@@ -177,26 +199,88 @@ impl Node {
                 *held = held.and(hold.held);
             }
         }
-        (used, anywhere)
+        let room = |(at, used): (usize, &Held)| self.room(at, used.and(anywhere));
+        (used.iter().enumerate().map(room).collect(), anywhere.shares)
+    }
+
+    fn room(&self, at: usize, taken: Held) -> Room {
+        let gpu = &self.gpus[at];
+        let free = GpuFree {
+            gpu,
+            core: CORE_PER_GPU.saturating_sub(taken.core),
+            memory_bytes: gpu.usable_bytes().saturating_sub(taken.memory_bytes),
+            shares: taken.shares as usize,
+        };
+        let whole = Request::Whole { gpus: NonZeroU32::MIN };
+        let open = gpu.healthy && !self.cordoned.contains(&at);
+        Room {
+            memory_bytes: free.memory_bytes,
+            core: free.core,
+            shares: taken.shares,
+            fullness: u16::try_from(EMPTY.saturating_sub(free.emptiness())).unwrap_or(0),
+            open,
+            whole: open && ledger::takes(&[free], 0, &whole, &Rules::default()),
+        }
     }
 
     /// What is left of each GPU.
     pub fn free(&self) -> Vec<GpuFree<'_>> {
-        let mut free = Vec::with_capacity(self.gpus.len());
-        self.free_into(&mut free);
-        free
+        self.free_in(&self.rooms)
     }
 
-    /// As [`Node::free`], into a list that is used again and again.
-    pub fn free_into<'a>(&'a self, free: &mut Vec<GpuFree<'a>>) {
-        free.clear();
-        free.extend(left(&self.gpus, &self.used, self.anywhere));
+    /// As [`Node::free`], when `rooms` are left.
+    pub(crate) fn free_in(&self, rooms: &[Room]) -> Vec<GpuFree<'_>> {
+        let free = |(gpu, room): (_, &Room)| GpuFree {
+            gpu,
+            core: room.core,
+            memory_bytes: room.memory_bytes,
+            shares: room.shares as usize,
+        };
+        self.gpus.iter().zip(rooms).map(free).collect()
     }
 
-    /// What is left when only the pods count whose UID `count` takes.
-    pub fn free_with(&self, count: impl Fn(&str) -> bool) -> Vec<GpuFree<'_>> {
-        let (used, anywhere) = self.counted(count);
-        left(&self.gpus, &used, anywhere).collect()
+    /// What is left of each GPU without what the pod itself holds here.
+    pub(crate) fn rooms_for(&self, uid: &str) -> Cow<'_, [Room]> {
+        match self.pods.contains_key(uid) {
+            true => self.rooms_with(|other| other != uid).into(),
+            false => Cow::Borrowed(&self.rooms),
+        }
+    }
+
+    /// What is left of each GPU when only the pods count whose UID `counts`.
+    pub(crate) fn rooms_with(&self, counts: impl Fn(&str) -> bool) -> Vec<Room> {
+        self.counted(counts).0
+    }
+
+    /// Whether a pod fits when `rooms` are left. For a pod with one share it allocates nothing.
+    pub(crate) fn fits(&self, rooms: &[Room], wanted: &Wanted) -> bool {
+        match wanted.demand.containers.as_slice() {
+            [] => true,
+            [one] => {
+                let gpus = gpus_of(&one.request);
+                self.takers(rooms, &one.request, &wanted.filter).take(gpus).count() == gpus
+            }
+            _ => plan(&self.free_in(rooms), &wanted.demand, &self.rules(wanted)).is_ok(),
+        }
+    }
+
+    /// Positions of the GPUs that take `request`, or a GPU's worth of it: as [`ledger::takes`] has it.
+    pub(crate) fn takers<'a>(
+        &'a self,
+        rooms: &'a [Room],
+        request: &'a Request,
+        filter: &'a GpuFilter,
+    ) -> impl Iterator<Item = usize> + 'a {
+        let least = Held::by(request);
+        let any = filter.is_empty();
+        let has_room = move |room: &Room| match request {
+            Request::Share { .. } => {
+                room.open && room.core >= least.core && room.memory_bytes >= least.memory_bytes
+            }
+            Request::Whole { .. } => room.whole,
+        };
+        let fit = rooms.iter().enumerate().filter(move |(_, room)| has_room(room));
+        fit.map(|(at, _)| at).filter(move |at| any || filter.rules_out(&self.gpus[*at]).is_none())
     }
 
     /// Why nothing can be placed here, whatever is free.
@@ -206,7 +290,7 @@ impl Node {
 
     /// Containers of which nobody knows on which GPU they are.
     pub fn unplaced(&self) -> u32 {
-        self.anywhere.shares
+        self.unplaced
     }
 
     /// Its GPUs.
@@ -224,53 +308,43 @@ impl Node {
         }
     }
 
-    /// How well the node suits, 0 to [`SCORE_MAX`], when `free` is left on it and the pod fits there.
+    /// How well the node suits, 0 to [`SCORE_MAX`], when `rooms` are left on it and the pod fits there.
     ///
     /// Packing likes a full GPU three times as much as a full node; whole GPUs like a fast link among them as much
     /// as a full node. Spreading is the reverse, but for the link.
-    pub fn score(&self, free: &[GpuFree<'_>], demand: &Demand, rules: &Rules<'_>) -> u64 {
-        if free.is_empty() {
+    pub(crate) fn score(&self, rooms: &[Room], wanted: &Wanted) -> u64 {
+        if rooms.is_empty() {
             return 0;
         }
-        let spread = rules.policy == Policy::Spread;
-        let fullness = |gpu: &GpuFree<'_>| EMPTY - gpu.emptiness().min(EMPTY);
-        // At most 64 GPUs of 2000 each.
-        let of_node = free.iter().map(fullness).sum::<u64>() / free.len() as u64;
-        let turned = |full: u64| if spread { EMPTY - full } else { full };
-        let [one] = demand.containers.as_slice() else {
-            return turned(of_node) * SCORE_MAX / EMPTY;
+        let turned = |full: u64| if wanted.policy == Policy::Spread { EMPTY - full } else { full };
+        let fullness = |room: &Room| u64::from(room.fullness);
+        let of_node = turned(rooms.iter().map(fullness).sum::<u64>() / rooms.len() as u64);
+        let [one] = wanted.demand.containers.as_slice() else {
+            return of_node * SCORE_MAX / EMPTY;
         };
-        let fit = (0..free.len()).filter(|at| ledger::takes(free, *at, &one.request, rules));
+        let mut takers = self.takers(rooms, &one.request, &wanted.filter);
         match gpus_of(&one.request) {
             1 => {
-                let of_gpu = fit.map(|at| fullness(&free[at]));
-                let of_gpu = if spread { of_gpu.min() } else { of_gpu.max() }.unwrap_or(0);
-                (3 * turned(of_gpu) + turned(of_node)) * SCORE_MAX / (4 * EMPTY)
+                let of_gpu = takers.map(|at| turned(fullness(&rooms[at]))).max().unwrap_or(0);
+                (3 * of_gpu + of_node) * SCORE_MAX / (4 * EMPTY)
             }
-            wanted => {
-                let fit: Vec<usize> = fit.collect();
-                let holds =
-                    |group: &&GpuGroup| fit.iter().filter(|at| group.gpus.contains(at)).count() >= wanted;
-                let link = match self.groups.iter().filter(holds).map(|group| group.link).min() {
+            gpus => {
+                let closest = if self.groups.is_empty() { None } else { self.closest(takers.by_ref(), gpus) };
+                let link = match closest {
                     Some(Link::NvLink) => EMPTY,
                     Some(Link::Pcie) => EMPTY / 2,
                     Some(Link::Numa) => EMPTY / 4,
                     None => 0,
                 };
-                (link + turned(of_node)) * SCORE_MAX / (2 * EMPTY)
+                (link + of_node) * SCORE_MAX / (2 * EMPTY)
             }
         }
     }
-}
 
-fn left<'a>(gpus: &'a [Gpu], used: &[Held], anywhere: Held) -> impl Iterator<Item = GpuFree<'a>> {
-    gpus.iter().zip(used).map(move |(gpu, used)| {
-        let taken = used.and(anywhere);
-        GpuFree {
-            gpu,
-            core: CORE_PER_GPU.saturating_sub(taken.core),
-            memory_bytes: gpu.usable_bytes().saturating_sub(taken.memory_bytes),
-            shares: taken.shares as usize,
-        }
-    })
+    /// The fastest link of a group that has `wanted` of the GPUs at `fit`.
+    fn closest(&self, fit: impl Iterator<Item = usize>, wanted: usize) -> Option<Link> {
+        let fit: Vec<usize> = fit.collect();
+        let holds = |group: &&GpuGroup| fit.iter().filter(|at| group.gpus.contains(at)).count() >= wanted;
+        self.groups.iter().filter(holds).map(|group| group.link).min()
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use ledger::{GpuFree, NoRoom, Rules, place_by, takes};
+use ledger::{GpuFree, NoRoom, Rules, place_by};
 use thiserror::Error;
 use vcuda_config::{GpuUuid, PodPlacement};
 
@@ -15,18 +15,6 @@ pub struct Misfit {
     pub container: Option<String>,
     /// What it found.
     pub no_room: NoRoom,
-}
-
-/// Whether `demand` fits on GPUs with `free` left. For a pod with one share it allocates nothing.
-pub fn fits(free: &[GpuFree<'_>], demand: &Demand, rules: &Rules<'_>) -> bool {
-    match demand.containers.as_slice() {
-        [] => true,
-        [one] => {
-            let wanted = gpus_of(&one.request);
-            (0..free.len()).filter(|at| takes(free, *at, &one.request, rules)).take(wanted).count() == wanted
-        }
-        _ => plan(free, demand, rules).is_ok(),
-    }
 }
 
 /// Picks GPUs for each container of `demand` on a node whose GPUs have `free` left.
