@@ -16,11 +16,16 @@ use std::{
 use futures::FutureExt;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
 use thiserror::Error;
-use tokio::{net::UnixStream, task::spawn_blocking, time::sleep};
-use vcuda_config::NodeFile;
+use tokio::{
+    net::UnixStream,
+    task::spawn_blocking,
+    time::{sleep, timeout},
+};
+use vcuda_config::{NodeFile, Paths};
 
 use crate::{
     backoff::Backoff,
+    log::LogFile,
     node::Node,
     service::{NodeSource, Service, Standing},
     session::{self, Identity, SessionError},
@@ -31,6 +36,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 
 /// First and longest pause between looks for shares that pods may have left behind.
 const LOOKS: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+
+/// Longest that a plugin which containerd starts waits to be shown the list.
+const LISTED_AT_START: Duration = Duration::from_secs(2);
 
 /// Longest that the runtime's list is waited for.
 const LIST: Duration = Duration::from_secs(60);
@@ -95,6 +103,8 @@ pub enum Way {
         launched: Launched,
         /// The node file to use where containerd configures nothing else.
         config: PathBuf,
+        /// The log, which gets its place with the node file.
+        log: LogFile,
     },
     /// We connect.
     External {
@@ -105,6 +115,13 @@ pub enum Way {
         /// containerd's NRI socket.
         socket: PathBuf,
     },
+}
+
+/// Who opened the connection of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OpenedBy {
+    Containerd,
+    Us,
 }
 
 impl Way {
@@ -131,15 +148,23 @@ impl Way {
                 serve_forever(&identity, &node, socket, || true, stop).await;
                 Ok(())
             }
-            Self::Launched { launched, config } => {
+            Self::Launched { launched, config, log } => {
                 let containerd = getppid();
                 let identity = launched.identity.clone();
                 let service = Service::new(NodeSource::Configure(config));
                 let stream = launched.stream()?;
+                let mut standing = service.standing();
+                let place_log = async {
+                    let _ = standing.wait_for(|now| *now != Standing::Registering).await;
+                    place(&log, service.node().as_deref());
+                    std::future::pending().await
+                };
                 let ended = tokio::select! {
-                    ended = serve_once(stream, &identity, &service) => ended,
+                    never = place_log => never,
+                    ended = serve_once(stream, OpenedBy::Containerd, &identity, &service) => ended,
                     () = finish_when(stop.clone(), &service) => return Ok(()),
                 };
+                place(&log, service.node().as_deref());
                 let Some(node) = service.node() else { return ended };
                 drop(service);
                 // containerd starts a plugin once. If it only dropped us, we come back through its socket; a new
@@ -166,7 +191,9 @@ async fn serve_forever(
         let service = Service::new(NodeSource::Here(Arc::clone(node)));
         let attempt = async {
             match UnixStream::connect(&socket).await {
-                Ok(stream) => serve_once(stream, identity, &service).await.map_err(|error| error.to_string()),
+                Ok(stream) => serve_once(stream, OpenedBy::Us, identity, &service)
+                    .await
+                    .map_err(|error| error.to_string()),
                 Err(error) => Err(format!(
                     "{}: {error}; see that containerd runs and has NRI on (`disable = false` in its NRI section)",
                     socket.display()
@@ -201,6 +228,7 @@ async fn serve_forever(
 /// Serves one session, and shows while it is in service.
 async fn serve_once(
     stream: UnixStream,
+    opened_by: OpenedBy,
     identity: &Identity,
     service: &Arc<Service>,
 ) -> Result<(), SessionError> {
@@ -216,11 +244,17 @@ async fn serve_once(
         std::future::pending().await
     };
     let look = async {
-        let _ = service.standing().wait_for(|now| matches!(now, Standing::Ready(_))).await;
-        match service.node() {
-            Some(node) => look_for_left_shares(identity, &node).await,
-            None => std::future::pending().await,
+        let _ = service
+            .standing()
+            .wait_for(|now| matches!(now, Standing::Configured(_) | Standing::Ready(_)))
+            .await;
+        let Some(node) = service.node() else { return std::future::pending().await };
+        let identity = Identity { name: format!("{}-list", identity.name), index: identity.index.clone() };
+        if opened_by == OpenedBy::Containerd {
+            see_list_once(&identity, &node, service).await;
         }
+        let _ = service.standing().wait_for(|now| matches!(now, Standing::Ready(_))).await;
+        look_for_left_shares(&identity, &node).await
     };
     let ended = tokio::select! {
         ended = session::serve(stream, identity, service) => ended,
@@ -233,10 +267,25 @@ async fn serve_once(
     ended
 }
 
+/// containerd 1.7.24 and .25 (NRI 0.6) list their pods to plugins that connect, and never to plugins that they start
+/// themselves. Then we connect, too, for the list.
+async fn see_list_once(identity: &Identity, node: &Arc<Node>, service: &Service) {
+    let mut standing = service.standing();
+    let listed = standing.wait_for(|now| matches!(now, Standing::Ready(_)));
+    if timeout(LISTED_AT_START, listed).await.is_ok() {
+        return;
+    }
+    let mut backoff = Backoff::new(PAUSES.0, LOOKS.1);
+    while let Err(error) = ask_for_list(identity, node).await {
+        tracing::warn!(error, "containerd has not listed its pods; asking again");
+        sleep(backoff.pause()).await;
+    }
+    service.listed();
+}
+
 /// Once containerd has been restarted it does not tell of the end of pods from before. So while there are shares that
 /// such pods may have left, its list is asked for, in a short session beside the one in service.
 async fn look_for_left_shares(identity: &Identity, node: &Arc<Node>) -> Result<(), SessionError> {
-    let identity = Identity { name: format!("{}-list", identity.name), index: identity.index.clone() };
     let mut backoff = Backoff::new(LOOKS.0, LOOKS.1);
     let mut doubtful = Vec::new();
     loop {
@@ -257,7 +306,7 @@ async fn look_for_left_shares(identity: &Identity, node: &Arc<Node>) -> Result<(
         doubtful = found;
         if doubtful.is_empty() {
             backoff.reset();
-        } else if let Err(error) = ask_for_list(&identity, node).await {
+        } else if let Err(error) = ask_for_list(identity, node).await {
             tracing::warn!(
                 error,
                 shares = doubtful.len(),
@@ -280,6 +329,15 @@ async fn ask_for_list(identity: &Identity, node: &Arc<Node>) -> Result<(), Strin
         ended = session::serve(stream, identity, &service) => ended.map_err(|error| error.to_string()),
         () = seen => Ok(()),
         () = sleep(LIST) => Err(format!("containerd gave no list of its pods within {LIST:?}")),
+    }
+}
+
+/// Gives the log its place: the node's, or the usual one where no node file could be used.
+fn place(log: &LogFile, node: Option<&Node>) {
+    let usual = Paths::default();
+    let paths = node.map_or(&usual, |node| node.binder().paths());
+    if let Err(error) = log.place(paths) {
+        tracing::warn!(%error, path = %paths.run.display(), "the log cannot be written there");
     }
 }
 

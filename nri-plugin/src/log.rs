@@ -1,34 +1,90 @@
-//! Where the log goes. containerd starts its plugins with their output closed, so those write a file.
+//! Where the log goes: to standard error; or, for a plugin that containerd starts and whose output it throws away, to
+//! a file in the node's run folder, which is known only once containerd has passed the node file on.
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, Write},
+    io::{self, IsTerminal, Write},
+    mem,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{EnvFilter, filter::ParseError};
+use vcuda_config::Paths;
 
 /// At this size the file is put aside as `.1`, and a new one begun.
 const FILE_MAX_BYTES: u64 = 4 << 20;
 
-/// Logs to standard error, or to the file given.
-pub fn start(filter: &str, file: Option<&Path>) -> io::Result<()> {
-    let filter =
-        EnvFilter::try_new(filter).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_target(false);
-    match file {
-        Some(path) => {
-            let file = Rolling::open(path)?;
-            builder.with_ansi(false).with_writer(Mutex::new(file)).init();
-        }
-        None => builder.with_ansi(io::IsTerminal::is_terminal(&io::stderr())).with_writer(io::stderr).init(),
-    }
+/// What is kept until the file's place is known.
+const WAITING_MAX_BYTES: usize = 64 << 10;
+
+/// Logs to standard error.
+pub fn to_stderr(filter: &str) -> Result<(), ParseError> {
+    let builder = tracing_subscriber::fmt().with_env_filter(EnvFilter::try_new(filter)?).with_target(false);
+    builder.with_ansi(io::stderr().is_terminal()).with_writer(io::stderr).init();
     Ok(())
 }
 
-/// A file that never grows past [`FILE_MAX_BYTES`].
+/// Logs to a file that has no place yet, see [`LogFile::place`].
+pub fn to_file(filter: &str) -> Result<LogFile, ParseError> {
+    let file = LogFile(Arc::new(Mutex::new(Inner::Waiting(Vec::new()))));
+    let writer = file.clone();
+    let builder = tracing_subscriber::fmt().with_env_filter(EnvFilter::try_new(filter)?).with_target(false);
+    builder.with_ansi(false).with_writer(move || writer.clone()).init();
+    Ok(file)
+}
+
+/// A log file that never grows past 4 MiB, with one predecessor.
+#[derive(Clone, Debug)]
+pub struct LogFile(Arc<Mutex<Inner>>);
+
+#[derive(Debug)]
+enum Inner {
+    Waiting(Vec<u8>),
+    Placed(Rolling),
+}
+
+impl LogFile {
+    /// Puts the file into the node's run folder, with what was logged so far. A file that has its place stays there.
+    pub fn place(&self, paths: &Paths) -> io::Result<()> {
+        let mut inner = self.inner();
+        if let Inner::Waiting(waiting) = &mut *inner {
+            let waiting = mem::take(waiting);
+            let mut file = Rolling::open(&paths.run.join("nri-plugin.log"))?;
+            file.write_all(&waiting)?;
+            *inner = Inner::Placed(file);
+        }
+        Ok(())
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Write for LogFile {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        match &mut *self.inner() {
+            Inner::Placed(file) => file.write(line),
+            Inner::Waiting(waiting) => {
+                if waiting.len() + line.len() <= WAITING_MAX_BYTES {
+                    waiting.extend_from_slice(line);
+                }
+                Ok(line.len())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match &mut *self.inner() {
+            Inner::Placed(file) => file.flush(),
+            Inner::Waiting(_) => Ok(()),
+        }
+    }
+}
+
+#[derive(Debug)]
 struct Rolling {
     path: PathBuf,
     file: File,
@@ -82,5 +138,16 @@ mod tests {
             .map(|entry| entry.unwrap().metadata().unwrap().len())
             .sum();
         assert!(sizes <= 2 * (FILE_MAX_BYTES + line.len() as u64) && sizes > FILE_MAX_BYTES, "{sizes}");
+    }
+
+    #[test]
+    fn what_was_logged_before_the_file_had_a_place_is_in_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = LogFile(Arc::new(Mutex::new(Inner::Waiting(Vec::new()))));
+        log.write_all(b"early\n").unwrap();
+        let paths = Paths { run: folder.path().join("run"), ..Paths::default() };
+        log.place(&paths).unwrap();
+        log.write_all(b"late\n").unwrap();
+        assert_eq!(fs::read_to_string(paths.run.join("nri-plugin.log")).unwrap(), "early\nlate\n");
     }
 }

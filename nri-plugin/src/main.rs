@@ -67,10 +67,12 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(code) => code,
         Err(error) => {
-            let code = exit_code(&error);
-            tracing::error!("{error:#}");
+            // For the log file; nobody reads the output of a plugin that containerd started.
+            if std::env::var_os("NRI_PLUGIN_SOCKET").is_some() {
+                tracing::error!("{error:#}");
+            }
             eprintln!("vcuda-nri-plugin: {error:#}");
-            ExitCode::from(code)
+            ExitCode::from(exit_code(&error))
         }
     }
 }
@@ -91,13 +93,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     let way = match Launched::from_env()? {
         Some(launched) => {
-            // The settings come from containerd later; a log is needed before.
-            let paths = NodeFile::load_or_default(&arguments.config).unwrap_or_default().paths;
-            log::start(&arguments.log, Some(&paths.run.join("nri-plugin.log"))).context("--log")?;
-            Way::Launched { launched, config: arguments.config.clone() }
+            let log = log::to_file(&arguments.log).context("--log")?;
+            Way::Launched { launched, config: arguments.config.clone(), log }
         }
         None => {
-            log::start(&arguments.log, None).context("--log")?;
+            log::to_stderr(&arguments.log).context("--log")?;
             let file = NodeFile::load_or_default(&arguments.config)?;
             Way::external(&file, Node::start(&file)?)
         }

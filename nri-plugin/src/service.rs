@@ -16,7 +16,7 @@ use ledger::SandboxEnd;
 use tokio::{
     sync::{Semaphore, watch},
     task::spawn_blocking,
-    time::timeout,
+    time::{sleep, timeout},
 };
 use ttrpc::{asynchronous::TtrpcContext, proto::Code};
 use vcuda_config::NodeFile;
@@ -40,6 +40,9 @@ const BIND_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Longest that an event or a census holds the runtime up; the work goes on behind the answer.
 const EVENT_DEADLINE: Duration = Duration::from_millis(500);
+
+/// How long after its binding a share's record is synced to disk: when its container has been created.
+const SYNC_DELAY: Duration = Duration::from_secs(1);
 
 /// Calls that do work at one time; the runtime makes one at a time.
 const WORKERS: u32 = 16;
@@ -139,6 +142,22 @@ impl Service {
         self.work.close();
     }
 
+    /// Notes that the runtime's list has been seen in another session.
+    pub(crate) fn listed(&self) {
+        if let Some(node) = self.node.get() {
+            node.binder().session_begins();
+        }
+        self.ready();
+    }
+
+    fn ready(&self) {
+        self.standing.send_modify(|standing| {
+            if let Standing::Configured(runtime) = standing {
+                *standing = Standing::Ready(std::mem::take(runtime));
+            }
+        });
+    }
+
     fn binder(&self) -> ttrpc::Result<Arc<Binder>> {
         let node = self.node.get();
         node.map(|node| Arc::clone(node.binder())).ok_or_else(|| refused("called before it was configured"))
@@ -179,12 +198,16 @@ impl Service {
         Ok(CreateContainerResponse { adjust: Some(binding.adjustment).into(), ..Default::default() })
     }
 
-    /// The record's way to the disk is no reason for a container to wait.
+    /// The record's way to the disk is no reason for a container to wait, nor for containerd's own files to.
     fn sync_later(&self, binder: Arc<Binder>, name: ledger::ShareName) {
-        spawn_blocking(move || {
-            if let Err(error) = binder.ledger().sync(&name) {
-                tracing::warn!(share = %name, %error, "its record may be lost with the machine's power");
-            }
+        tokio::spawn(async move {
+            sleep(SYNC_DELAY).await;
+            spawn_blocking(move || {
+                if let Err(error) = binder.ledger().sync(&name) {
+                    tracing::warn!(share = %name, %error, "its record may be lost with the machine's power");
+                }
+            })
+            .await
         });
     }
 
@@ -360,11 +383,7 @@ impl Plugin for Service {
             done
         };
         self.event("the runtime's list of pods", work).await;
-        self.standing.send_modify(|standing| {
-            if let Standing::Configured(runtime) = standing {
-                *standing = Standing::Ready(std::mem::take(runtime));
-            }
-        });
+        self.ready();
         Ok(SynchronizeResponse::default())
     }
 
