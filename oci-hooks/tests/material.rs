@@ -143,3 +143,64 @@ fn real_material_gets_the_verdicts_that_it_deserves() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// For every root that passes: the shim is really loaded there, by the root's own loader. For the one that is refused
+/// for its C library: what would have happened.
+#[test]
+fn the_shim_loads_where_the_check_says_so_and_nowhere_else() {
+    let cache = cache();
+    let Some(shim) = std::env::var_os("VCUDA_SHIM").map(PathBuf::from) else {
+        eprintln!("skipped: VCUDA_SHIM names no built shim");
+        return;
+    };
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: chroot needs root");
+        return;
+    }
+    let case = |root: &str| Case {
+        root: root.into(),
+        pieces: Vec::new(),
+        driver: None,
+        program: None,
+        verdict: String::new(),
+        findings: Vec::new(),
+        reason: String::new(),
+    };
+    for root in ["bullseye", "bookworm", "trixie"] {
+        let Some(composed) = compose(&cache, &case(root)) else { continue };
+        let root = composed.path().join("root");
+        let (report, _) = check(&[
+            "rootfs".as_ref(),
+            root.as_os_str(),
+            "-o".as_ref(),
+            "json".as_ref(),
+            "--shim".as_ref(),
+            shim.as_os_str(),
+        ]);
+        assert_eq!(report["verdict"], "fits", "{report}");
+        fs::copy(&shim, root.join("opt/shim.so")).unwrap();
+        fs::write(root.join("etc/ld.so.preload"), "/opt/shim.so\n").unwrap();
+        let list = ["/lib64/ld-linux-x86-64.so.2", "--list", "/bin/bash"];
+        let output = Command::new("chroot").arg(&root).args(list).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && text.contains("/opt/shim.so (0x"), "{text}");
+        let run = Command::new("chroot").arg(&root).args(["/bin/bash", "-c", "echo runs"]).output().unwrap();
+        assert_eq!(
+            (run.stdout.as_slice(), run.stderr.as_slice()),
+            (&b"runs\n"[..], &b""[..]),
+            "no complaint"
+        );
+    }
+    if let Some(composed) = compose(&cache, &case("musl")) {
+        let root = composed.path().join("root");
+        fs::copy(&shim, root.join("opt/shim.so")).unwrap();
+        let run = |preload: &str| {
+            let mut command = Command::new("chroot");
+            command.arg(&root).arg("/bin/hello").env("LD_PRELOAD", preload).output().unwrap()
+        };
+        assert!(run("").status.success());
+        let died = run("/opt/shim.so");
+        assert_eq!(died.status.code(), Some(127), "musl's loader gives up");
+        assert!(String::from_utf8_lossy(&died.stderr).contains("Error relocating"), "{died:?}");
+    }
+}

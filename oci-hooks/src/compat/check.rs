@@ -64,7 +64,7 @@ pub struct Report {
     pub files: u64,
     /// Programs and libraries among them.
     pub elf: u64,
-    /// Bytes of all files.
+    /// Bytes of the files that were opened.
     pub bytes: u64,
     /// Why it was not seen whole.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -124,12 +124,16 @@ pub fn rootfs(
     let mut survey = Survey::default();
     let mut incomplete = None;
     let mut visit = |entry: &crate::rootfs::Entry<'_>| {
-        match entry.open() {
-            Ok(file) => match Facts::of(&file, Depth::Symbols) {
-                Ok(facts) => survey.take(entry.path, &facts),
-                Err(Trouble(reason)) => survey.take_unreadable(entry.path, reason),
-            },
-            Err(reason) => survey.take_unreadable(entry.path, reason.to_string()),
+        if !may_be_elf(entry.path) {
+            survey.pass_by();
+        } else {
+            match entry.open() {
+                Ok(file) => match Facts::of(&file, Depth::Symbols) {
+                    Ok(facts) => survey.take(entry.path, &facts),
+                    Err(Trouble(reason)) => survey.take_unreadable(entry.path, reason),
+                },
+                Err(reason) => survey.take_unreadable(entry.path, reason.to_string()),
+            }
         }
         if survey.files % 256 == 0 {
             progress(survey.files);
@@ -153,6 +157,24 @@ pub fn rootfs(
     }
     Ok(report(rootfs, rootfs.path().display().to_string(), command, node, &survey, incomplete))
 }
+
+/// Whether a file's name lets it be a program or library. Most files of an image are text by their name; to open
+/// each would take most of the time.
+fn may_be_elf(path: &Path) -> bool {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    extension.is_none_or(|extension| !TEXT_OR_DATA.contains(&extension))
+}
+
+/// Endings that no loader, kernel or `dlopen` is ever given.
+#[rustfmt::skip]
+const TEXT_OR_DATA: &[&str] = &[
+    "py", "pyc", "pyi", "pyx", "pxd", "pl", "pm", "rb", "js", "ts", "map", "css", "html", "htm", "xml", "xsl", "json",
+    "yaml", "yml", "toml", "ini", "cfg", "conf", "list", "md5sums", "txt", "md", "rst", "tex", "csv", "tsv", "log",
+    "h", "hpp", "hh", "hxx", "cuh", "c", "cc", "cpp", "cxx", "cu", "inl", "inc", "f", "f90", "go", "rs", "java",
+    "cmake", "pc", "la", "m4", "ac", "am", "po", "mo", "gmo", "pot", "png", "jpg", "jpeg", "gif", "svg", "ico", "ttf",
+    "woff", "woff2", "afm", "pdf", "gz", "xz", "bz2", "zst", "zip", "whl", "jar", "tgz", "npy", "npz", "parquet", "pt",
+    "safetensors", "onnx", "pem", "crt", "service", "timer", "socket", "rules",
+];
 
 /// Puts together what is known of an image whose files were all taken into `survey`.
 pub fn report<F: Files + ?Sized>(

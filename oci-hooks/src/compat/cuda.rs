@@ -69,19 +69,21 @@ impl fmt::Display for Cuda {
 fn functions() -> &'static BTreeMap<&'static str, Function> {
     static TABLE: OnceLock<BTreeMap<&'static str, Function>> = OnceLock::new();
     TABLE.get_or_init(|| {
-        include_str!("cuda-functions.tsv")
+        // The shim's own table: symbol, CUDA version that brought it, stream, kind, action.
+        include_str!("../../../vcuda-preload/table/cuda.tsv")
             .lines()
             .filter(|line| !line.starts_with('#'))
             .filter_map(|line| {
-                let mut columns = line.split('\t');
-                let (name, introduced) = (columns.next()?, columns.next()?.parse().ok()?);
-                let effect = match columns.next()? {
-                    "takes" => Effect::Takes,
-                    "gives" => Effect::Gives,
-                    "launches" => Effect::Launches,
+                let columns: Vec<&'static str> = line.split('\t').collect();
+                let [name, since, _, _, action] = columns[..] else { return None };
+                let effect = match action {
+                    "take" => Effect::Takes,
+                    "give" => Effect::Gives,
+                    "pace" => Effect::Launches,
                     _ => Effect::None,
                 };
-                Some((name, Function { introduced: Cuda(introduced), effect }))
+                // No header tells of some: they are as old as any.
+                Some((name, Function { introduced: Cuda(since.parse().unwrap_or(0)), effect }))
             })
             .collect()
     })

@@ -5,7 +5,7 @@
 //!
 //! It knows nothing of paths, roots or policy.
 
-use std::{fs::File, os::unix::fs::FileExt};
+use std::{fs::File, num::NonZeroU64, os::unix::fs::FileExt};
 
 use goblin::{
     container::Ctx,
@@ -20,10 +20,14 @@ use goblin::{
     },
     error::Error as GoblinError,
 };
+use rustix::fs::{Advice, fadvise};
 use thiserror::Error;
 
 /// Bytes of the first read: header, program headers and mostly the loader's name are in it.
 const HEAD_BYTES: usize = 4096;
+
+/// What is mostly at the front: headers, hash tables, symbols, names. Read at one go.
+const FRONT_BYTES: u64 = 64 << 10;
 
 /// Program headers of the largest libraries are below 20.
 const MAX_PROGRAM_HEADERS: usize = 256;
@@ -48,6 +52,9 @@ const MAX_VERSION_BYTES: u64 = 256 << 10;
 
 /// Libraries that one file may need.
 const MAX_NEEDED: usize = 1024;
+
+/// Libraries whose exports matter. The shim has the name of the first.
+const CUDA_LIBRARIES: &[&str] = &["libcuda.so", "libnvidia-ml.so", "libcudart.so"];
 
 /// `PATH_MAX`.
 const MAX_INTERPRETER_BYTES: u64 = 4096;
@@ -95,12 +102,10 @@ pub struct Elf {
     pub defines: Vec<String>,
     /// CUDA driver and NVML symbols, and the loader's own doors (`dlopen` and kin), that it imports.
     pub imports: Vec<String>,
-    /// CUDA driver, runtime and NVML symbols that it exports.
+    /// CUDA driver, runtime and NVML symbols that it exports, where its name says that it is one of those.
     pub exports: Vec<String>,
-    /// Where constant text and data lie in the file.
+    /// Where constant text and data lie in the file, where it can look symbols up by their names.
     pub constants: Places,
-    /// Where GPU code lies in the file.
-    pub gpu_code: Places,
 }
 
 /// Why a file's own word cannot be had.
@@ -138,6 +143,11 @@ impl Elf {
     /// Whether it runs without a loader, so that nothing can be loaded ahead of it.
     pub fn is_static(&self) -> bool {
         self.executable && self.interpreter.is_none() && (!self.dynamic || self.needed.is_empty())
+    }
+
+    /// Whether it can reach the driver without being linked to it.
+    pub fn looks_symbols_up(&self) -> bool {
+        self.is_static() || self.imports.iter().any(|name| name == "dlsym" || name == "dlvsym")
     }
 
     /// Whether `name`, in any version, is among the libraries that it needs.
@@ -196,6 +206,9 @@ struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     fn open(file: &'a File) -> Result<Self, ElfError> {
+        // Small parts all over the file are read: what lies between would only be read ahead in vain.
+        let _ = fadvise(file, 0, None, Advice::Random);
+        let _ = fadvise(file, 0, NonZeroU64::new(FRONT_BYTES), Advice::WillNeed);
         let size = file.metadata().map_err(|error| ElfError::Unreadable(error.to_string()))?.len();
         let head = read_at(file, 0, HEAD_BYTES)?;
         if !head.starts_with(ELFMAG) {
@@ -236,8 +249,8 @@ impl<'a> Reader<'a> {
             elf.dynamic = true;
             self.fill_linking(&mut elf, &dynamic, depth)?;
         }
-        if depth == Depth::Symbols {
-            (elf.constants, elf.gpu_code) = self.sections();
+        if depth == Depth::Symbols && elf.looks_symbols_up() {
+            elf.constants = self.constants();
         }
         Ok(elf)
     }
@@ -374,7 +387,11 @@ impl<'a> Reader<'a> {
     fn fill_symbols(&self, elf: &mut Elf, entries: &Entries<'_>, strings: &Strings) -> Result<(), ElfError> {
         let Some(at) = entries.value(dt::DT_SYMTAB) else { return Ok(()) };
         let each: u64 = if elf.bits == 64 { 24 } else { 16 };
-        let count = self.symbol_count(entries)?;
+        let offers = elf
+            .soname
+            .as_deref()
+            .is_some_and(|name| CUDA_LIBRARIES.iter().any(|cuda| name.starts_with(cuda)));
+        let count = self.symbol_count(entries, offers)?;
         let size = count.checked_mul(each).filter(|size| *size <= MAX_SYMBOLS_BYTES);
         let size = size.ok_or(ElfError::Broken("it has more symbols than any"))?;
         if size == 0 {
@@ -395,8 +412,13 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// How many dynamic symbols there are: nothing says so but the hash tables.
-    fn symbol_count(&self, entries: &Entries<'_>) -> Result<u64, ElfError> {
+    /// How many dynamic symbols there are, with the exports or, where the table tells them apart, without: nothing
+    /// says so but the hash tables.
+    fn symbol_count(&self, entries: &Entries<'_>, exports: bool) -> Result<u64, ElfError> {
+        if !exports && let Some(at) = entries.value(dt::DT_GNU_HASH) {
+            let head = self.exactly(self.offset(at)?, 8)?;
+            return Ok(u64::from(self.word(&head, 4)));
+        }
         if let Some(at) = entries.value(dt::DT_HASH) {
             let head = self.exactly(self.offset(at)?, 8)?;
             return Ok(u64::from(self.word(&head, 4)));
@@ -434,23 +456,19 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Where constants and GPU code are. Section headers are not needed to run, so what is missing or broken
-    /// here only means that less is known.
-    fn sections(&self) -> (Places, Places) {
-        let (mut constants, mut gpu_code) = (Vec::new(), Vec::new());
-        for (name, section) in self.named_sections().unwrap_or_default() {
-            let end = section.sh_offset.checked_add(section.sh_size);
-            if section.sh_type != SHT_PROGBITS || end.is_none_or(|end| end > self.size) {
-                continue;
-            }
-            let place = (section.sh_offset, section.sh_size);
-            match name.as_str() {
-                ".rodata" | ".lrodata" => constants.push(place),
-                ".nv_fatbin" | "__nv_relfatbin" => gpu_code.push(place),
-                _ => {}
-            }
-        }
-        (constants, gpu_code)
+    /// Where constants are. Section headers are not needed to run, so what is missing or broken here only means
+    /// that less is known.
+    fn constants(&self) -> Places {
+        let sections = self.named_sections().unwrap_or_default().into_iter();
+        sections
+            .filter(|(name, section)| {
+                let end = section.sh_offset.checked_add(section.sh_size);
+                matches!(name.as_str(), ".rodata" | ".lrodata")
+                    && section.sh_type == SHT_PROGBITS
+                    && end.is_some_and(|end| end <= self.size)
+            })
+            .map(|(_, section)| (section.sh_offset, section.sh_size))
+            .collect()
     }
 
     fn named_sections(&self) -> Result<Vec<(String, SectionHeader)>, ElfError> {

@@ -17,11 +17,11 @@ fn read(bytes: &[u8]) -> Result<Elf, ElfError> {
 
 fn full() -> Maker {
     Maker {
-        soname: Some("libx.so.1"),
+        soname: Some("libcuda.so.1"),
         needed: vec!["libcuda.so.1", "libc.so.6"],
         runpath: Some("$ORIGIN/../lib"),
         needs: vec![("libc.so.6", vec!["GLIBC_2.2.5", "GLIBC_2.17"]), ("libm.so.6", vec!["GLIBC_2.29"])],
-        defines: vec!["libx.so.1", "X_1.0", "X_1.10"],
+        defines: vec!["libcuda.so.1", "X_1.0", "X_1.10"],
         imports: vec!["cuInit", "dlsym", "puts"],
         exports: vec!["nvmlInit_v2", "cudaMalloc", "other"],
         constants: b"\0cuMemAlloc\0libcuda.so.1\0".to_vec(),
@@ -35,13 +35,19 @@ fn a_file_says_what_the_loader_would_ask() {
     assert_eq!((elf.machine, elf.bits, elf.little_endian, elf.executable), (62, 64, true, true));
     assert_eq!(elf.interpreter.as_deref(), Some("/lib64/ld-linux-x86-64.so.2"));
     assert_eq!(elf.needed, ["libcuda.so.1", "libc.so.6"]);
-    assert_eq!((elf.soname.as_deref(), elf.runpath.as_deref()), (Some("libx.so.1"), Some("$ORIGIN/../lib")));
+    assert_eq!(
+        (elf.soname.as_deref(), elf.runpath.as_deref()),
+        (Some("libcuda.so.1"), Some("$ORIGIN/../lib"))
+    );
     assert_eq!(elf.newest_needed("GLIBC_"), Some(Version(2, 29, 0)));
     assert_eq!(elf.newest_defined("X_"), Some(Version(1, 10, 0)));
     assert_eq!(elf.imports, ["cuInit", "dlsym"], "others are nobody's business here");
     assert_eq!(elf.exports, ["nvmlInit_v2", "cudaMalloc"]);
-    assert_eq!(elf.constants.len(), 1);
+    assert_eq!(elf.constants.len(), 1, "it has dlsym");
     assert!(!elf.is_static());
+    // Of a library that is none of CUDA's, only what it asks for is of interest.
+    let other = read(&Maker { soname: Some("libx.so.1"), ..full() }.make()).unwrap();
+    assert_eq!((other.imports.len(), other.exports.len()), (2, 0));
 }
 
 #[test]

@@ -79,7 +79,7 @@ impl Facts {
         let metadata = file.metadata().map_err(trouble)?;
         let kind = match Elf::read(file, depth) {
             Ok(elf) => {
-                let texts = (depth == Depth::Symbols && worth_reading(&elf))
+                let texts = (depth == Depth::Symbols && elf.looks_symbols_up())
                     .then(|| Box::new(Texts::scan(file, &constants(&elf, metadata.len()))));
                 Kind::Elf(Box::new(elf), texts)
             }
@@ -99,11 +99,6 @@ impl Facts {
     pub fn texts(&self) -> Option<&Texts> {
         if let Kind::Elf(_, texts) = &self.kind { texts.as_deref() } else { None }
     }
-}
-
-/// Whether a file can reach the driver without being linked to it.
-fn worth_reading(elf: &Elf) -> bool {
-    elf.is_static() || elf.imports.iter().any(|name| name == "dlsym" || name == "dlvsym")
 }
 
 fn constants(elf: &Elf, size: u64) -> Vec<(u64, u64)> {

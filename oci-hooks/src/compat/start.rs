@@ -203,7 +203,7 @@ fn judge_libc<F: Files + ?Sized>(
         return Ok(Some(
             Finding::refuse(
                 "libc-too-old",
-                format!("the image has glibc {version}, the shim needs {}", shim.glibc),
+                format!("the image's glibc goes up to GLIBC_{version}, the shim needs GLIBC_{}", shim.glibc),
                 "its loader would refuse the shim, and every program would run unenforced or not at all",
                 format!("use an image with glibc {} or newer", shim.glibc),
             )

@@ -27,7 +27,7 @@ pub struct Survey {
     pub files: u64,
     /// Programs and libraries among them.
     pub elf: u64,
-    /// Bytes of all files.
+    /// Bytes of the files that were opened.
     pub bytes: u64,
     runtimes: Few<(PathBuf, Runtime)>,
     libcudas: Few<(PathBuf, u64)>,
@@ -120,6 +120,11 @@ impl Survey {
         if kernel_driver {
             self.direct.push(here());
         }
+    }
+
+    /// Takes that there is a file which cannot be a program or library.
+    pub fn pass_by(&mut self) {
+        self.files += 1;
     }
 
     /// Takes that a file could not be read.

@@ -5,6 +5,7 @@
 use std::{collections::BTreeSet, fs::File, os::unix::fs::FileExt};
 
 use memchr::memmem;
+use rustix::fs::{Advice, fadvise};
 
 use super::elf::is_driver_symbol;
 
@@ -37,6 +38,7 @@ pub struct Texts {
 impl Texts {
     /// Looks through the `places` (offset and length in bytes) of `file`. What cannot be read counts as cut.
     pub fn scan(file: &File, places: &[(u64, u64)]) -> Self {
+        let _ = fadvise(file, 0, None, Advice::Sequential);
         let mut texts = Self::default();
         let finders = Finders::new();
         let mut piece = vec![0; PIECE_BYTES];

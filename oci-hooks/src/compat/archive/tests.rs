@@ -134,6 +134,7 @@ fn config() -> String {
 
 fn base() -> Tar {
     Tar::new()
+        .folder("./")
         .folder("usr/lib/x86_64-linux-gnu")
         .link("lib", "usr/lib")
         .file("usr/lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.36"]).make())

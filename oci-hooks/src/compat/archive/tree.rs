@@ -50,6 +50,10 @@ impl Tree {
             }
         }
         for (path, node) in layer.nodes {
+            // Many layers have an entry for the root itself.
+            if path == Path::new("/") {
+                continue;
+            }
             let Some(path) = self.place(&path) else {
                 self.refused += 1;
                 continue;
