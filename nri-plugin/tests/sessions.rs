@@ -4,7 +4,9 @@ mod common;
 
 use std::{fs, path::Path, sync::Arc, time::Duration};
 
-use common::{FakeRuntime, TestNode, container, device, eventually, exists, granted, message, pod, soon};
+use common::{
+    FakeRuntime, TestNode, container, device, eventually, exists, granted, message, pod, request, soon,
+};
 use ledger::ShareState;
 use nri_plugin::{
     connect::Way,
@@ -204,6 +206,51 @@ async fn a_plugin_comes_back_whenever_containerd_does_and_shows_whether_it_serve
     stop.send(()).unwrap();
     plugin.await.unwrap().unwrap();
     assert!(!exists(&ready));
+}
+
+#[tokio::test]
+async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
+    let node = TestNode::new();
+    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
+    let (stop, stopped) = oneshot::channel::<()>();
+    let way = Way::external(&node.file, node.start());
+    let plugin = tokio::spawn(way.go(async move {
+        let _ = stopped.await;
+    }));
+    // containerd is restarted under a running share.
+    let (trunk, _) = listener.accept().await.unwrap();
+    let mut runtime = FakeRuntime::start(trunk).await;
+    runtime.admit().await;
+    for n in [1, 2] {
+        runtime.create(&pod(n), granted(&pod(n), "main", 1, 20, 4)).await.unwrap();
+    }
+    runtime.close();
+    let (trunk, _) = listener.accept().await.unwrap();
+    let mut runtime = FakeRuntime::start(trunk).await;
+    assert_eq!(runtime.registered.recv().await.unwrap().plugin_name, "vcuda");
+    runtime.plugin.configure(soon(), &ConfigureRequest::default()).await.unwrap();
+    let list = |pods: &[u32]| SynchronizeRequest {
+        pods: pods.iter().map(|n| pod(*n)).collect(),
+        containers: pods.iter().map(|n| granted(&pod(*n), "main", 1, 20, 4)).collect(),
+        ..SynchronizeRequest::default()
+    };
+    runtime.plugin.synchronize(soon(), &list(&[1, 2])).await.unwrap();
+    // Of pod 1 only its container's end is told.
+    runtime.plugin.stop_container(soon(), &request(&pod(1), container(&pod(1), "main", 1))).await.unwrap();
+
+    let (trunk, _) = listener.accept().await.unwrap();
+    let mut asking = FakeRuntime::start(trunk).await;
+    assert_eq!(asking.registered.recv().await.unwrap().plugin_name, "vcuda-list");
+    let configured = asking.plugin.configure(soon(), &ConfigureRequest::default()).await.unwrap();
+    assert_eq!(configured.events.count_ones(), 1, "nothing would mean everything");
+    assert_eq!(configured.events & EVENTS, 0, "or it would be asked for shares, too");
+    asking.plugin.synchronize(soon(), &list(&[2])).await.unwrap();
+    let left: Vec<_> = node.shares().records.into_keys().map(String::from).collect();
+    assert_eq!(left, ["uid-2_main"]);
+    // The session in service goes on.
+    runtime.create(&pod(3), granted(&pod(3), "main", 1, 20, 4)).await.unwrap();
+    stop.send(()).unwrap();
+    plugin.await.unwrap().unwrap();
 }
 
 #[test]
