@@ -12,7 +12,10 @@ use std::{
 };
 
 use ledger::LedgerError;
-use rustix::fs::FlockOperation;
+use rustix::{
+    fs::FlockOperation,
+    process::{Pid, test_kill_process},
+};
 use thiserror::Error;
 use vcuda_config::{NodeFile, NodeFileError, Paths};
 
@@ -64,7 +67,7 @@ impl Node {
     /// Takes hold of the node that `file` describes.
     pub fn start(file: &NodeFile) -> Result<Self, NodeError> {
         let lock = lock(&file.paths)?;
-        // What a killed predecessor left says that we are ready as soon as the lock is ours, so it goes first.
+        // What a killed predecessor left.
         let ready = ready_file(&file.paths);
         show_ready(&ready, None);
         Ok(Self { binder: Arc::new(Binder::open(file.paths.clone())?), ready, _lock: lock })
@@ -84,7 +87,7 @@ impl Node {
 
 fn show_ready(file: &Path, runtime: Option<&str>) {
     let done = match runtime {
-        Some(runtime) => fs::write(file, format!("{runtime}\n")),
+        Some(runtime) => fs::write(file, format!("{runtime}\n{}\n", std::process::id())),
         None => match fs::remove_file(file) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             done => done,
@@ -108,7 +111,12 @@ pub fn readiness(paths: &Paths) -> Option<String> {
     if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared).is_ok() {
         return None;
     }
-    fs::read_to_string(ready_file(paths)).ok().map(|runtime| runtime.trim().to_owned())
+    let text = fs::read_to_string(ready_file(paths)).ok()?;
+    let (runtime, process) = text.trim().split_once('\n')?;
+    // The lock may be a successor's, who has not taken the file away yet.
+    let process = Pid::from_raw(process.parse().ok()?)?;
+    test_kill_process(process).ok()?;
+    Some(runtime.to_owned())
 }
 
 fn lock_file(paths: &Paths) -> PathBuf {
