@@ -3,7 +3,11 @@
 
 #![forbid(unsafe_code)]
 
-use std::{fmt::Write as _, io::IsTerminal, process::ExitCode};
+use std::{
+    fmt::Write as _,
+    io::{IsTerminal, Write as _},
+    process::ExitCode,
+};
 
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
@@ -385,7 +389,8 @@ impl Page {
 
     fn print(&self, text: &str) {
         if self.loud {
-            println!("{text}");
+            // Whoever reads it may have seen enough; the node is still to be taken down.
+            let _ = writeln!(std::io::stdout(), "{text}");
         }
     }
 
