@@ -41,6 +41,11 @@ impl<T> Locked<T> {
         Guard { of: self }
     }
 
+    /// The value, if the lock is free now.
+    pub fn try_lock(&self) -> Option<Guard<'_, T>> {
+        self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok().then_some(Guard { of: self })
+    }
+
     #[cold]
     fn wait(&self) {
         for _ in 0..64 {
@@ -106,5 +111,9 @@ mod tests {
             }
         });
         assert_eq!(*count.lock(), 160_000);
+        let held = count.lock();
+        assert!(count.try_lock().is_none());
+        drop(held);
+        assert!(count.try_lock().is_some());
     }
 }

@@ -12,7 +12,7 @@ use std::{
 use region::{Limits, Process, Usage, place};
 
 use crate::{
-    cuda::types::{CUDA_SUCCESS, Context, Device},
+    cuda::types::{CUDA_SUCCESS, Context, Device, Stream},
     errno, log,
     real::driver,
     state::{CONTEXTS, State, state},
@@ -25,14 +25,19 @@ pub(crate) struct Share {
     state: &'static State,
 }
 
-/// Where an allocation goes: a GPU of the share, and the context it dies with.
+/// Where an allocation goes: a device, the GPU of the share that it is, and the context that it dies with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     /// None for a device that is not of this share: it has no memory for us.
     pub gpu: Option<usize>,
     /// Number of the context; 0 where it has none.
     pub context: u16,
+    /// The CUDA device.
+    pub device: Device,
 }
+
+/// The last of the handles that stand for default streams: null, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
+pub(crate) const CU_STREAM_PER_THREAD: Stream = 2;
 
 static SHARE: AtomicPtr<Share> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -119,15 +124,39 @@ impl Share {
         (ceiling, used.min(ceiling))
     }
 
-    /// Takes `bytes` of GPU `gpu`, if the ceiling allows. Whatever fails later gives them back.
+    /// Takes `bytes` of GPU `gpu`, if the ceiling allows; else counts a refusal. Whatever fails later gives them back.
     pub fn take(&self, gpu: usize, bytes: u64) -> bool {
-        let Some(me) = self.me() else { return false };
-        let ceiling = self.limits.memory_bytes(gpu).saturating_sub(self.limits.unseen_bytes(gpu));
-        let kept = self.usage.take(me, gpu, bytes, ceiling);
-        if kept.is_err() {
-            log::line(format_args!("{bytes} bytes of GPU {gpu} refused: the ceiling is {ceiling}"));
+        let taken = self.take_quietly(gpu, bytes);
+        if !taken {
+            self.count_refusal(gpu);
+            log::line(format_args!(
+                "{bytes} bytes of GPU {gpu} refused: the ceiling is {}",
+                self.ceiling(gpu)
+            ));
         }
-        kept.is_ok()
+        taken
+    }
+
+    /// Counts a refusal.
+    pub fn count_refusal(&self, gpu: usize) {
+        self.usage.count_refusal(gpu);
+    }
+
+    /// The same without a count, for who will try again.
+    pub fn take_quietly(&self, gpu: usize, bytes: u64) -> bool {
+        self.me().is_some_and(|me| self.usage.take(me, gpu, bytes, self.ceiling(gpu)).is_ok())
+    }
+
+    /// What allocations of GPU `gpu` may come to.
+    fn ceiling(&self, gpu: usize) -> u64 {
+        self.limits.memory_bytes(gpu).saturating_sub(self.limits.unseen_bytes(gpu))
+    }
+
+    /// Puts bytes on the account that are taken already.
+    pub fn charge(&self, gpu: usize, bytes: u64) {
+        if let Some(me) = self.me() {
+            self.usage.charge(me, gpu, bytes);
+        }
     }
 
     /// Gives bytes back.
@@ -193,6 +222,34 @@ impl Share {
         }
     }
 
+    /// Where stream-ordered allocations in `stream` go now: to its device, whichever context is current.
+    pub fn here_in(&self, stream: Stream) -> Option<Place> {
+        // The default streams are those of the current context.
+        if stream <= CU_STREAM_PER_THREAD {
+            return self.here();
+        }
+        let mut context = 0;
+        // SAFETY: `context` outlives the call; the stream is the application's, for the driver to judge.
+        let result =
+            unsafe { driver!(cuda::cuStreamGetCtx(stream => Stream, &raw mut context => *mut Context)) };
+        if result != CUDA_SUCCESS || context == 0 {
+            return self.here();
+        }
+        if let Some(word) = self.state.contexts.get(context) {
+            return Some(Place::unpack(word));
+        }
+        let mut popped: Context = 0;
+        // SAFETY: the driver's own context, current for the moment; `popped` outlives the call.
+        unsafe {
+            if driver!(cuda::cuCtxPushCurrent_v2(context => Context)) != CUDA_SUCCESS {
+                return self.here();
+            }
+            let place = self.learn_current(context);
+            driver!(cuda::cuCtxPopCurrent_v2(&raw mut popped => *mut Context));
+            place
+        }
+    }
+
     #[cold]
     fn learn_current(&self, context: Context) -> Option<Place> {
         let mut device = 0;
@@ -200,7 +257,7 @@ impl Share {
         if unsafe { driver!(cuda::cuCtxGetDevice(&raw mut device => *mut Device)) } != CUDA_SUCCESS {
             return None;
         }
-        let place = Place { gpu: self.gpu_of_device(device), context: self.number_context() };
+        let place = Place { gpu: self.gpu_of_device(device), context: self.number_context(), device };
         // Without memory to remember it, it is learnt again the next time, under another number.
         if !self.state.contexts.insert(context, place.pack()) {
             self.free_context_number(place.context);
@@ -244,27 +301,28 @@ impl Share {
         }
         for map in [&self.state.blocks, &self.state.arrays] {
             map.drain(
-                |_, word| Block::unpack(word).context == place.context,
-                |_, word| self.give_block(Block::unpack(word)),
+                |_, word| Block::unpack(word).part_of == PartOf::Context(place.context),
+                |_, word| self.give(Block::unpack(word).gpu, Block::unpack(word).bytes),
             );
         }
         self.free_context_number(place.context);
-    }
-
-    /// Gives a block's bytes back.
-    pub fn give_block(&self, block: Block) {
-        self.give(block.gpu, block.bytes);
     }
 }
 
 impl Place {
     fn pack(self) -> u64 {
-        u64::from(self.context) << 8 | self.gpu.map_or(0, |gpu| gpu as u64 + 1)
+        u64::from(self.device.cast_unsigned()) << 32
+            | u64::from(self.context) << 8
+            | self.gpu.map_or(0, |gpu| gpu as u64 + 1)
     }
 
     fn unpack(word: u64) -> Self {
-        let [gpu, low, high, ..] = word.to_le_bytes();
-        Self { gpu: usize::from(gpu).checked_sub(1), context: u16::from_le_bytes([low, high]) }
+        let [gpu, low, high, _, device @ ..] = word.to_le_bytes();
+        Self {
+            gpu: usize::from(gpu).checked_sub(1),
+            context: u16::from_le_bytes([low, high]),
+            device: Device::from_le_bytes(device),
+        }
     }
 }
 
@@ -275,29 +333,60 @@ pub(crate) struct Block {
     pub bytes: u64,
     /// GPU of the share.
     pub gpu: usize,
-    /// Number of the context it dies with; 0 for none.
-    pub context: u16,
+    /// What it is part of.
+    pub part_of: PartOf,
+}
+
+/// What a block is part of, and goes away with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PartOf {
+    /// A context, by number; 0 for none.
+    Context(u16),
+    /// A pool, by number, which has the bytes on its account.
+    Pool(u16),
 }
 
 impl Block {
-    /// A block at `place` of at least `bytes`.
-    pub fn new(bytes: u64, gpu: usize, context: u16) -> Self {
-        Self { bytes: bytes.next_multiple_of(region::ACCOUNT_UNIT_BYTES), gpu, context }
-    }
-
-    /// In one word: 36 bits of units, 4 of the GPU, 12 of the context.
+    /// In one word: 36 bits of units, 4 of the GPU, 12 of the number, 1 for pools.
     pub fn pack(self) -> u64 {
+        let (number, pool) = match self.part_of {
+            PartOf::Context(number) => (number, 0),
+            PartOf::Pool(number) => (number, 1),
+        };
         (self.bytes / region::ACCOUNT_UNIT_BYTES)
             | ((self.gpu as u64) << 36)
-            | (u64::from(self.context) << 40)
+            | (u64::from(number) << 40)
+            | (pool << 52)
     }
 
     /// The opposite of [`Block::pack`].
     pub fn unpack(word: u64) -> Self {
+        let number = u16::try_from(word >> 40 & 0xfff).unwrap_or(0);
         Self {
             bytes: (word & ((1 << 36) - 1)) * region::ACCOUNT_UNIT_BYTES,
             gpu: usize::try_from(word >> 36 & 0xf).unwrap_or(0),
-            context: u16::try_from(word >> 40 & 0xfff).unwrap_or(0),
+            part_of: if word >> 52 & 1 == 1 { PartOf::Pool(number) } else { PartOf::Context(number) },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_and_places_fit_a_word() {
+        for part_of in [PartOf::Context(0), PartOf::Context(4095), PartOf::Pool(0), PartOf::Pool(4095)] {
+            for (bytes, gpu) in [(0, 0), (512, 15), (1024, 7), ((1 << 45) - 512, 15)] {
+                let block = Block { bytes, gpu, part_of };
+                assert_eq!(Block::unpack(block.pack()), block);
+            }
+        }
+        for place in [
+            Place { gpu: None, context: 4095, device: i32::MAX },
+            Place { gpu: Some(15), context: 0, device: 0 },
+        ] {
+            assert_eq!(Place::unpack(place.pack()), place);
         }
     }
 }

@@ -10,7 +10,16 @@ use std::{
     },
 };
 
-use crate::{errno, lock::Locked, map::Map};
+use crate::{
+    cuda::{
+        graph::Graphs,
+        pool::{POOLS, Pool},
+        vmm::Physical,
+    },
+    errno,
+    lock::Locked,
+    map::Map,
+};
 
 /// Devices whose place in the share is remembered.
 pub(crate) const DEVICES: usize = 64;
@@ -34,6 +43,20 @@ pub(crate) struct State {
     pub contexts: Map,
     /// Device plus one → its primary context.
     pub primary_contexts: Map,
+    /// Physical memory (VMM): handles, mappings.
+    pub physical: Locked<Option<Box<Physical>>>,
+    /// Pools of stream-ordered memory.
+    pub pools: [Pool; POOLS],
+    /// How many of them have ever been used.
+    pub pools_used: AtomicU32,
+    /// Held while one is entered.
+    pub pool_making: Locked<()>,
+    /// Memory of graphs.
+    pub graphs: Locked<Option<Box<Graphs>>>,
+    /// Not 0 if this process may have memory in pools that the driver gives back when it is next waited for.
+    pub slack: AtomicU32,
+    /// Not 0 if this process has ever made a graph that allocates.
+    pub graphs_allocate: AtomicU32,
     /// Numbers of contexts in use.
     pub context_numbers: Locked<[u64; CONTEXTS / 64]>,
 }

@@ -157,6 +157,7 @@ mod tests {
         let me = usage.claim().unwrap();
         usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
         assert_eq!(usage.take(me, 1, 2 << 20, 4 << 20), Err(Refused));
+        usage.count_refusal(1);
         usage.counters(me).0.fetch_add(5, std::sync::atomic::Ordering::Relaxed);
 
         let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();

@@ -127,7 +127,7 @@ impl Usage {
     /// it refuses, it gives back what dead processes held.
     ///
     /// # Errors
-    /// The ceiling does not allow it; it has been counted as a refusal.
+    /// The ceiling does not allow it. Whether that is a refusal is the caller's to count.
     pub fn take(&self, me: Process, gpu: usize, wanted: u64, ceiling: u64) -> Result<(), Refused> {
         if gpu >= MAX_GPUS {
             return Err(Refused);
@@ -135,13 +135,10 @@ impl Usage {
         let account = self.account(gpu);
         // Rounded down: a unit that is only half below the ceiling is not to be had.
         let (wanted, ceiling) = (units(wanted), units(ceiling.saturating_add(1)) - 1);
-        account
-            .take(me.slot, wanted, ceiling)
-            .or_else(|Refused| {
-                self.reap(me, gpu);
-                account.take(me.slot, wanted, ceiling)
-            })
-            .inspect_err(|Refused| account.count_refusal())
+        account.take(me.slot, wanted, ceiling).or_else(|Refused| {
+            self.reap(me, gpu);
+            account.take(me.slot, wanted, ceiling)
+        })
     }
 
     /// Puts `there` bytes on the account of `me`, whatever the ceiling: memory that is taken already.
@@ -158,7 +155,7 @@ impl Usage {
         }
     }
 
-    /// Counts a refusal that was decided elsewhere.
+    /// Counts an allocation that the ceiling refused.
     pub fn count_refusal(&self, gpu: usize) {
         if gpu < MAX_GPUS {
             self.account(gpu).count_refusal();

@@ -3,7 +3,10 @@
 use std::ffi::c_int;
 
 use crate::{
-    cuda::types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result},
+    cuda::{
+        pool,
+        types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result},
+    },
     errno,
     real::driver,
     share::{Share, share},
@@ -103,19 +106,35 @@ fn is_torn_down(device: Device) -> bool {
     asked == CUDA_SUCCESS && active == 0
 }
 
-macro_rules! ends_primary {
-    ($symbol:ident, $destroyed:expr) => {
+macro_rules! releases_primary {
+    ($symbol:ident) => {
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(device: Device) -> Result {
             // SAFETY: the argument is the application's, for the driver to judge.
             let call = || unsafe { driver!(cuda::$symbol(device => Device)) };
-            let destroyed: fn(Device) -> bool = $destroyed;
-            destroy(primary(device), call, |result| result == CUDA_SUCCESS && destroyed(device))
+            // The last of several releases tears it down.
+            destroy(primary(device), call, |result| result == CUDA_SUCCESS && is_torn_down(device))
         }
     };
 }
-// The last of several releases tears it down, a reset always does.
-ends_primary!(cuDevicePrimaryCtxRelease, is_torn_down);
-ends_primary!(cuDevicePrimaryCtxRelease_v2, is_torn_down);
-ends_primary!(cuDevicePrimaryCtxReset, |_| true);
-ends_primary!(cuDevicePrimaryCtxReset_v2, |_| true);
+releases_primary!(cuDevicePrimaryCtxRelease);
+releases_primary!(cuDevicePrimaryCtxRelease_v2);
+
+macro_rules! resets_primary {
+    ($symbol:ident) => {
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(device: Device) -> Result {
+            // SAFETY: the argument is the application's, for the driver to judge.
+            let call = || unsafe { driver!(cuda::$symbol(device => Device)) };
+            let result = destroy(primary(device), call, |result| result == CUDA_SUCCESS);
+            if result == CUDA_SUCCESS
+                && let Some(share) = share()
+            {
+                pool::reset(share, share.gpu_of_device(device));
+            }
+            result
+        }
+    };
+}
+resets_primary!(cuDevicePrimaryCtxReset);
+resets_primary!(cuDevicePrimaryCtxReset_v2);

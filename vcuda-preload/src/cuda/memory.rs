@@ -13,13 +13,17 @@ use crate::{
     share::Share,
 };
 
-fn blocks(share: &'static Share) -> &'static Map {
+pub(super) fn blocks(share: &'static Share) -> &'static Map {
     &share.state().blocks
 }
 
 /// # Safety
 /// `call` must be a driver's function that on success writes the address through `address`.
-unsafe fn allocate_linear(address: *mut DevicePtr, bytes: usize, call: impl FnOnce() -> Result) -> Result {
+pub(super) unsafe fn allocate_linear(
+    address: *mut DevicePtr,
+    bytes: usize,
+    call: impl FnOnce() -> Result,
+) -> Result {
     let bytes = bytes as u64;
     // SAFETY: read only after success, when the driver has written it.
     let outcome = || Allocated { key: unsafe { *address }, bytes };

@@ -6,22 +6,44 @@
 
 mod array;
 mod context;
+pub(crate) mod graph;
 mod memory;
+pub(crate) mod pool;
+mod sync;
 pub(crate) mod types;
 mod view;
+pub(crate) mod vmm;
 
 pub(crate) use array::*;
 pub(crate) use context::*;
+pub(crate) use graph::*;
 pub(crate) use memory::*;
+pub(crate) use pool::*;
+pub(crate) use sync::*;
 pub(crate) use view::*;
+pub(crate) use vmm::*;
 
 pub(crate) use crate::door::{cuGetProcAddress, cuGetProcAddress_v2};
 
 use crate::{
     map::Map,
-    share::{Block, Place, Share, share},
+    share::{Block, PartOf, Place, Share, share},
 };
 use types::{CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Result};
+
+/// Takes `bytes` of GPU `gpu`. Before it is refused, what this process's pools no longer hold is given back.
+fn take(share: &'static Share, gpu: usize, bytes: u64) -> bool {
+    share.take_quietly(gpu, bytes) || {
+        pool::settle(share);
+        graph::settle(share);
+        share.take(gpu, bytes)
+    }
+}
+
+/// Bytes in whole units of the account, so that differences of what was taken and given come out even.
+fn whole(bytes: u64) -> u64 {
+    bytes.checked_next_multiple_of(region::ACCOUNT_UNIT_BYTES).unwrap_or(u64::MAX)
+}
 
 /// What an allocation came to.
 struct Allocated {
@@ -46,26 +68,28 @@ fn allocate(
 ) -> Result {
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     // Without a context nothing is allocated; the driver says so better than we could.
-    let Some(Place { gpu, context }) = share.here() else { return call() };
-    let Some(gpu) = gpu.filter(|gpu| share.take(*gpu, bytes)) else { return CUDA_ERROR_OUT_OF_MEMORY };
+    let Some(Place { gpu, context, .. }) = share.here() else { return call() };
+    let bytes = whole(bytes);
+    let Some(gpu) = gpu.filter(|gpu| take(share, *gpu, bytes)) else { return CUDA_ERROR_OUT_OF_MEMORY };
     let result = call();
     if result != CUDA_SUCCESS {
         share.give(gpu, bytes);
         return result;
     }
-    let made = outcome();
-    if made.bytes > bytes {
-        let rest = made.bytes - bytes;
-        if !share.take(gpu, rest) {
-            undo(made.key);
+    let Allocated { key, bytes: made } = outcome();
+    let made = whole(made);
+    if made > bytes {
+        if !take(share, gpu, made - bytes) {
+            undo(key);
             share.give(gpu, bytes);
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
     } else {
-        share.give(gpu, bytes - made.bytes);
+        share.give(gpu, bytes - made);
     }
     // If there is no memory to remember it, the block is given back when the process ends.
-    let _ = map(share).insert(made.key, Block::new(made.bytes, gpu, context).pack());
+    let block = Block { bytes: made, gpu, part_of: PartOf::Context(context) };
+    let _ = map(share).insert(key, block.pack());
     CUDA_SUCCESS
 }
 
@@ -77,7 +101,11 @@ fn free(map: impl Fn(&'static Share) -> &'static Map, key: u64, call: impl FnOnc
     let result = call();
     if let Some(word) = block {
         if result == CUDA_SUCCESS {
-            share.give_block(Block::unpack(word));
+            let block = Block::unpack(word);
+            match block.part_of {
+                PartOf::Context(_) => share.give(block.gpu, block.bytes),
+                PartOf::Pool(number) => pool::returned(share, number, block.bytes),
+            }
         } else {
             let _ = map(share).insert(key, word);
         }

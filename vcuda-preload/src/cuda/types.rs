@@ -12,6 +12,18 @@ pub(crate) type Device = c_int;
 pub(crate) type DevicePtr = u64;
 /// `CUcontext`: a pointer that is never followed here, so a number.
 pub(crate) type Context = u64;
+/// `CUstream`, the same.
+pub(crate) type Stream = u64;
+/// `CUmemoryPool`, the same.
+pub(crate) type Pool = u64;
+/// `CUmemGenericAllocationHandle`.
+pub(crate) type Handle = u64;
+/// `CUgraph`, a pointer, so a number.
+pub(crate) type Graph = u64;
+/// `CUgraphNode`, the same.
+pub(crate) type Node = u64;
+/// `CUgraphExec`, the same.
+pub(crate) type Exec = u64;
 /// `CUarray` or `CUmipmappedArray`, the same.
 pub(crate) type Array = u64;
 
@@ -62,4 +74,32 @@ pub(crate) struct Array3dDescriptor {
     pub format: u32,
     pub channels: u32,
     pub flags: u32,
+}
+
+/// Beginning of `CUmemAllocationProp`, and of `CUmemPoolProps`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Properties {
+    kind: u32,
+    handle_types: u32,
+    location_kind: u32,
+    location: u32,
+}
+
+impl Properties {
+    /// Whether a `CUmemLocationType` is the host's memory: HOST, HOST_NUMA, HOST_NUMA_CURRENT.
+    pub fn is_host(location_kind: u32) -> bool {
+        (2..=4).contains(&location_kind)
+    }
+
+    /// The device whose memory is meant; none for the host's.
+    pub fn device(&self) -> Option<Device> {
+        match self.location_kind {
+            kind if Self::is_host(kind) => None,
+            // DEVICE_LOCALITY_DOMAIN: a part of the device that the first byte names.
+            6 => Some(Device::from(self.location.to_le_bytes()[0])),
+            // DEVICE, and what is newer: better on the account of a device than on none.
+            _ => Some(self.location.cast_signed()),
+        }
+    }
 }

@@ -1,7 +1,10 @@
 //! How much memory there is: the share's, whatever the card has.
 
 use crate::{
-    cuda::types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, Result},
+    cuda::{
+        graph, pool,
+        types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, Result},
+    },
     real::driver,
     share::share,
 };
@@ -10,6 +13,8 @@ use crate::{
 /// nothing.
 fn here() -> core::result::Result<(u64, u64), Result> {
     let share = share().ok_or(CUDA_ERROR_SYSTEM_NOT_READY)?;
+    pool::settle(share);
+    graph::settle(share);
     Ok(share.here().and_then(|place| place.gpu).map_or((0, 0), |gpu| share.memory(gpu)))
 }
 

@@ -5,13 +5,16 @@
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 use std::{
-    env, fs,
+    env,
+    fs::{self, File},
+    io::{BufRead, BufReader, Write},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio},
     sync::OnceLock,
 };
 
-use region::{GpuLimit, Limits, Usage, place};
+use region::{GpuLimit, Limits, Usage, UsageReader, place};
 use tempfile::TempDir;
 
 /// Where in the room libraries are looked up by name: the shim under the driver's names.
@@ -185,6 +188,198 @@ impl Room {
     /// Runs `program` with `arguments` to its end, however it ends.
     pub fn try_run(&self, program: &Path, arguments: &[&str]) -> Output {
         self.command(program).args(arguments).output().unwrap()
+    }
+}
+
+// ---- sessions on the driver in small ---------------------------------------------------------------------------------
+
+pub const MIB: u64 = 1 << 20;
+/// CUDA_ERROR_OUT_OF_MEMORY.
+pub const OUT_OF_MEMORY: i32 = 2;
+
+/// Layout of `struct state` in model.c.
+const GPUS: usize = 4;
+const CLIENTS: usize = 512;
+const CLIENT_BYTES: usize = 8 * (1 + GPUS);
+const CLIENTS_AT: usize = 8 * (3 * GPUS + 1);
+
+/// UUID of a GPU of the driver in small.
+pub fn model_uuid(gpu: u8) -> [u8; 16] {
+    let mut uuid = [0; 16];
+    (uuid[0], uuid[15]) = (0x67, gpu);
+    uuid
+}
+
+/// A limit of a GPU of the driver in small.
+pub fn limit(gpu: u8, memory_bytes: u64) -> GpuLimit {
+    GpuLimit { uuid: model_uuid(gpu), memory_bytes, core_percent: 20, core_limit_percent: 20 }
+}
+
+/// A room with the driver in small, and the program that does what it is told.
+pub struct Model {
+    pub room: Room,
+    session: PathBuf,
+    state: File,
+}
+
+/// The program, running.
+pub struct Session {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Model {
+    /// GPUs of `total` bytes, of which the container may use what `limits` say.
+    pub fn new(total: u64, limits: &[GpuLimit]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let driver = compile(
+            folder.path(),
+            "model.so",
+            &source("model.c"),
+            &["-shared", "-fPIC", "-Wl,-Bsymbolic", "-ldl"],
+        );
+        let room = Room::new(&driver, &driver, limits);
+        let driver_kept = room.folder.path().join("model.so");
+        fs::copy(&driver, &driver_kept).unwrap();
+        let room = Room { cuda: driver_kept.clone(), nvml: driver_kept, ..room };
+        let flags = ["-Wno-strict-prototypes", "-ldl", "-lpthread"];
+        let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
+        let path = room.folder.path().join("state");
+        let state = File::options().read(true).write(true).create_new(true).open(path).unwrap();
+        state.set_len((CLIENTS_AT + CLIENTS * CLIENT_BYTES) as u64).unwrap();
+        let model = Self { room, session, state };
+        for (gpu, number) in (0..GPUS).zip(0..) {
+            model.write(8 * gpu, total);
+            let ceiling = limits.iter().find(|limit| limit.uuid == model_uuid(number));
+            model.write(8 * (GPUS + gpu), ceiling.map_or(0, |limit| limit.memory_bytes));
+        }
+        model
+    }
+
+    fn read(&self, at: usize) -> u64 {
+        let mut word = [0; 8];
+        self.state.read_exact_at(&mut word, at as u64).unwrap();
+        u64::from_le_bytes(word)
+    }
+
+    fn write(&self, at: usize, value: u64) {
+        self.state.write_all_at(&value.to_le_bytes(), at as u64).unwrap();
+    }
+
+    /// Bytes that the living really hold of a GPU.
+    pub fn held(&self, gpu: usize) -> u64 {
+        let client = |n| CLIENTS_AT + n * CLIENT_BYTES;
+        let alive = |pid: u64| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+        };
+        (0..CLIENTS)
+            .filter(|n| matches!(self.read(client(*n)), pid @ 1.. if alive(pid)))
+            .map(|n| self.read(client(n) + 8 * (1 + gpu)))
+            .sum()
+    }
+
+    /// Has a process that is none of the container's hold memory of a GPU.
+    pub fn neighbour(&self, gpu: usize, bytes: u64) {
+        let client = CLIENTS_AT + (CLIENTS - 1) * CLIENT_BYTES;
+        self.write(client, 1);
+        self.write(client + 8 * (1 + gpu), bytes);
+        // Its memory is not the container's.
+        self.write(8 * (GPUS + gpu), 0);
+    }
+
+    /// How often the ceiling was passed.
+    pub fn passed(&self) -> u64 {
+        self.read(8 * 3 * GPUS)
+    }
+
+    /// Most bytes of a GPU that were ever held.
+    pub fn peak(&self, gpu: usize) -> u64 {
+        self.read(8 * (2 * GPUS + gpu))
+    }
+
+    /// What the container's account says is in use of a GPU of the share.
+    pub fn accounted(&self, gpu: usize) -> u64 {
+        UsageReader::open(&self.room.usage()).unwrap().snapshot().unwrap().gpus[gpu].used_bytes
+    }
+
+    /// Refusals of a GPU of the share.
+    pub fn refusals(&self, gpu: usize) -> u64 {
+        UsageReader::open(&self.room.usage()).unwrap().snapshot().unwrap().gpus[gpu].refusals
+    }
+
+    /// The program, to be started in the room.
+    pub fn command(&self) -> Command {
+        let mut command = self.room.command(&self.session);
+        command.env("MODEL_STATE", self.room.folder.path().join("state"));
+        command
+    }
+
+    /// Starts the program.
+    pub fn start(&self) -> Session {
+        Session::of(&mut self.command())
+    }
+
+    /// Starts the program and initialises CUDA, with a context on device 0.
+    pub fn ready(&self) -> Session {
+        let mut session = self.start();
+        assert_eq!(session.call("init 0").0, 0);
+        session
+    }
+}
+
+impl Session {
+    pub fn of(command: &mut Command) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+        Self { child, input, output }
+    }
+
+    /// Does a command: the driver's result, and up to two numbers.
+    pub fn call(&mut self, command: &str) -> (i32, u64, u64) {
+        self.send(command);
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        let mut numbers = line.split_whitespace();
+        let mut next = || numbers.next().unwrap_or_else(|| panic!("{command}: {line:?}"));
+        (next().parse().unwrap(), next().parse().unwrap(), next().parse().unwrap())
+    }
+
+    /// Does a command that must succeed, and gives its first number.
+    pub fn must(&mut self, command: &str) -> u64 {
+        let (result, value, _) = self.call(command);
+        assert_eq!(result, 0, "{command}");
+        value
+    }
+
+    pub fn send(&mut self, command: &str) {
+        writeln!(self.input, "{command}").unwrap();
+    }
+
+    /// Free and total bytes, as CUDA says.
+    pub fn info(&mut self) -> (u64, u64) {
+        let (result, free, total) = self.call("info");
+        assert_eq!(result, 0);
+        (free, total)
+    }
+
+    /// The process in the room: `unshare` has turned into it.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Kills the program, and waits until it is gone.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

@@ -1,0 +1,379 @@
+//! Stream-ordered memory. A pool holds more than was asked of it, and keeps it for a while after it was freed; what it
+//! holds is what counts, and the driver tells it (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT). So a pool's account is brought
+//! in line with the driver's figure after everything that may change it: an allocation, a trim, a wait.
+
+use std::{
+    ffi::c_void,
+    sync::atomic::{
+        AtomicU64,
+        Ordering::{Acquire, Relaxed, Release},
+    },
+};
+
+use crate::{
+    cuda::{
+        free, graph, memory, take,
+        types::{
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, DevicePtr,
+            Pool as Handle, Properties, Result, Stream,
+        },
+        whole,
+    },
+    lock::{Guard, Locked},
+    real::driver,
+    share::{Block, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
+};
+
+/// Pools that can be told apart at a time. Allocations from more are counted one by one, each in full.
+pub(crate) const POOLS: usize = 256;
+
+// CUmemPool_attribute.
+const RESERVED_MEM_CURRENT: i32 = 5;
+const LOCATION_TYPE: i32 = 12;
+
+/// One pool. All zero is an unused entry.
+#[derive(Default)]
+#[repr(C)]
+pub(crate) struct Pool {
+    /// The driver's handle; 0 for none, or for a pool that is destroyed.
+    handle: AtomicU64,
+    /// Its lock is held while the driver allocates from the pool.
+    account: Locked<Account>,
+}
+
+#[derive(Default)]
+#[repr(C)]
+struct Account {
+    /// GPU of the share plus one; 0 for memory that is not the share's.
+    gpu: usize,
+    /// Bytes that the share's account has for the pool.
+    charged: u64,
+    /// Bytes that its live allocations asked for.
+    used: u64,
+    /// Bytes by which it last grew.
+    step: u64,
+}
+
+impl Account {
+    /// Takes what the pool will probably grow by for an allocation of `bytes`. Where its usual step is not to be had, the
+    /// bare difference must be: the driver may do with less.
+    fn expect(&mut self, share: &'static Share, gpu: usize, bytes: u64) -> bool {
+        let missing = self.used.saturating_add(bytes).saturating_sub(self.charged);
+        if missing == 0 {
+            return true;
+        }
+        let steps = missing.checked_next_multiple_of(self.step.max(1)).unwrap_or(missing);
+        let taken = if steps > missing && share.take_quietly(gpu, steps) {
+            steps
+        } else if take(share, gpu, missing) {
+            missing
+        } else {
+            return false;
+        };
+        self.charged += taken;
+        true
+    }
+
+    /// Brings the account in line with what the pool holds. False, with the account left as it is, if the pool holds
+    /// more than is to be had.
+    fn settle(&mut self, share: &Share, handle: Handle, by_force: bool) -> bool {
+        let (Some(gpu), Some(holds)) = (self.gpu.checked_sub(1), reserved(handle)) else { return true };
+        if holds <= self.charged {
+            share.give(gpu, self.charged - holds);
+        } else {
+            let grown = holds - self.charged;
+            if by_force {
+                share.charge(gpu, grown);
+            } else if !share.take_quietly(gpu, grown) {
+                return false;
+            }
+        }
+        if holds > self.charged {
+            self.step = holds - self.charged;
+        }
+        self.charged = holds;
+        true
+    }
+}
+
+/// Bytes that a pool holds, if the driver says so.
+fn reserved(handle: Handle) -> Option<u64> {
+    let mut holds = 0_u64;
+    attribute(handle, RESERVED_MEM_CURRENT, (&raw mut holds).cast()).then_some(whole(holds))
+}
+
+fn attribute(handle: Handle, which: i32, value: *mut c_void) -> bool {
+    // SAFETY: the value has the attribute's type, and outlives the call.
+    let result =
+        unsafe { driver!(cuda::cuMemPoolGetAttribute(handle => Handle, which => i32, value => *mut c_void)) };
+    result == CUDA_SUCCESS
+}
+
+/// The entry of a pool that has one.
+fn find(share: &'static Share, handle: Handle) -> Option<(usize, &'static Pool)> {
+    let used = share.state().pools_used.load(Acquire) as usize;
+    share.state().pools.iter().take(used).enumerate().find(|(_, pool)| pool.handle.load(Acquire) == handle)
+}
+
+/// The entry of a pool, made if it has none, on the GPU given; none if there are too many.
+fn find_or_make(share: &'static Share, handle: Handle, gpu: Option<usize>) -> Option<(usize, &'static Pool)> {
+    if let Some(found) = find(share, handle) {
+        return Some(found);
+    }
+    let state = share.state();
+    let _making = state.pool_making.lock();
+    if let Some(found) = find(share, handle) {
+        return Some(found);
+    }
+    for (number, pool) in state.pools.iter().enumerate() {
+        if pool.handle.load(Relaxed) != 0 {
+            continue;
+        }
+        let mut account = pool.account.lock();
+        // Of a pool that is destroyed, allocations may still live.
+        if account.used == 0 {
+            *account = Account { gpu: gpu.map_or(0, |gpu| gpu + 1), ..Account::default() };
+            pool.handle.store(handle, Release);
+            let used = u32::try_from(number + 1).unwrap_or(0);
+            state.pools_used.fetch_max(used, Release);
+            return Some((number, pool));
+        }
+    }
+    None
+}
+
+/// The pool that stream-ordered allocations of a device come from now.
+fn current(device: Device) -> Option<Handle> {
+    let mut pool = 0;
+    // SAFETY: `pool` outlives the call.
+    let result = unsafe { driver!(cuda::cuDeviceGetMemPool(&raw mut pool => *mut Handle, device => Device)) };
+    (result == CUDA_SUCCESS).then_some(pool)
+}
+
+/// Whether a pool that we did not see made has the host's memory. Drivers before 13.0 do not say, and have no such pools
+/// but those that are made.
+fn is_on_host(handle: Handle) -> bool {
+    let mut location = 0_i32;
+    attribute(handle, LOCATION_TYPE, (&raw mut location).cast())
+        && Properties::is_host(location.cast_unsigned())
+}
+
+/// Whether the stream is being captured into a graph. What is allocated then takes its memory when the graph runs.
+fn is_capturing(stream: Stream) -> bool {
+    let mut status = 0;
+    // SAFETY: `status` outlives the call; the stream is the application's, for the driver to judge.
+    let result = unsafe { driver!(cuda::cuStreamIsCapturing(stream => Stream, &raw mut status => *mut i32)) };
+    result == CUDA_SUCCESS && status != 0
+}
+
+/// Has the driver allocate `bytes` from `pool`, or from the one that is current for the device of `stream`.
+///
+/// # Safety
+/// `call` must be a driver's function that on success writes the address through `address`.
+unsafe fn allocate(
+    address: *mut DevicePtr,
+    bytes: usize,
+    pool: Option<Handle>,
+    stream: Stream,
+    call: impl FnOnce() -> Result,
+) -> Result {
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    if is_capturing(stream) {
+        graph::will_allocate(share);
+        return call();
+    }
+    let Some(Place { gpu, device, .. }) = share.here_in(stream) else { return call() };
+    let Some(handle) = pool.or_else(|| current(device)) else { return call() };
+    let gpu_of_new = || if is_on_host(handle) { None } else { gpu };
+    let entry = find(share, handle).or_else(|| find_or_make(share, handle, gpu_of_new()));
+    let Some((number, pool)) = entry else {
+        // SAFETY: the caller's promise.
+        return unsafe { memory::allocate_linear(address, bytes, call) };
+    };
+    let mut account: Guard<'_, Account> = pool.account.lock();
+    let Some(gpu_of_pool) = account.gpu.checked_sub(1) else {
+        drop(account);
+        // A device that is none of ours has no memory for us; the host's is not the share's.
+        return if gpu.is_none() && !is_on_host(handle) { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
+    };
+
+    let bytes = whole(bytes as u64);
+    if !account.expect(share, gpu_of_pool, bytes) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    let result = call();
+    if result != CUDA_SUCCESS {
+        account.settle(share, handle, true);
+        return result;
+    }
+    // SAFETY: written on success.
+    let made = unsafe { *address };
+    if !account.settle(share, handle, false) {
+        // It grew by more than was expected, and than there is.
+        // SAFETY: just allocated, and known to nobody; pool and stream are the application's.
+        unsafe {
+            driver!(cuda::cuMemFreeAsync(made => DevicePtr, stream => Stream));
+            driver!(cuda::cuStreamSynchronize(stream => Stream));
+            driver!(cuda::cuMemPoolTrimTo(handle => Handle, 0 => usize));
+        }
+        account.settle(share, handle, true);
+        share.count_refusal(gpu_of_pool);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    account.used += bytes;
+    let part_of = PartOf::Pool(u16::try_from(number).unwrap_or(0));
+    let block = Block { bytes, gpu: gpu_of_pool, part_of };
+    let _ = share.state().blocks.insert(made, block.pack());
+    CUDA_SUCCESS
+}
+
+/// An allocation of `bytes` of pool `number` was freed. The pool keeps its memory for now.
+pub(super) fn returned(share: &'static Share, number: u16, bytes: u64) {
+    let Some(pool) = share.state().pools.get(usize::from(number)) else { return };
+    let mut account = pool.account.lock();
+    account.used = account.used.saturating_sub(bytes);
+    if pool.handle.load(Acquire) != 0 {
+        share.state().slack.store(1, Relaxed);
+    } else if let Some(gpu) = account.gpu.checked_sub(1) {
+        // The pool is destroyed, and goes with its last allocation.
+        let left = account.used.min(account.charged);
+        share.give(gpu, account.charged - left);
+        account.charged = left;
+    }
+}
+
+/// Gives back what this process's pools no longer hold. Pools that another thread is allocating from settle themselves.
+pub(super) fn settle(share: &'static Share) {
+    let state = share.state();
+    if state.slack.swap(0, Relaxed) == 0 {
+        return;
+    }
+    for pool in state.pools.iter().take(state.pools_used.load(Acquire) as usize) {
+        let handle = pool.handle.load(Acquire);
+        let account = pool.account.try_lock().filter(|account| handle != 0 && account.charged > account.used);
+        if let Some(mut account) = account {
+            account.settle(share, handle, true);
+            if account.charged > account.used {
+                // It may give more back at the next wait.
+                state.slack.store(1, Relaxed);
+            }
+        }
+    }
+}
+
+/// The driver has thrown away all of a device of GPU `gpu`, allocations of pools included.
+pub(super) fn reset(share: &'static Share, gpu: Option<usize>) {
+    let state = share.state();
+    for (number, pool) in (0_u16..).zip(state.pools.iter().take(state.pools_used.load(Acquire) as usize)) {
+        let mut account = pool.account.lock();
+        if account.gpu == 0 || account.gpu.checked_sub(1) != gpu {
+            continue;
+        }
+        state.blocks.drain(|_, word| Block::unpack(word).part_of == PartOf::Pool(number), |_, _| {});
+        account.used = 0;
+        account.settle(share, pool.handle.load(Acquire), true);
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemPoolCreate(pool: *mut Handle, properties: *const Properties) -> Result {
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let result =
+        unsafe { driver!(cuda::cuMemPoolCreate(pool => *mut Handle, properties => *const Properties)) };
+    if result == CUDA_SUCCESS
+        && let Some(share) = share()
+    {
+        // SAFETY: the driver has read the one and written the other.
+        let (handle, properties) = unsafe { (*pool, *properties) };
+        let gpu = properties.device().and_then(|device| share.gpu_of_device(device));
+        find_or_make(share, handle, gpu);
+    }
+    result
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemPoolDestroy(pool: Handle) -> Result {
+    // SAFETY: the argument is the application's, for the driver to judge.
+    let call = || unsafe { driver!(cuda::cuMemPoolDestroy(pool => Handle)) };
+    let Some(share) = share() else { return call() };
+    let Some((_, entry)) = find(share, pool) else { return call() };
+    let mut account = entry.account.lock();
+    let result = call();
+    if result == CUDA_SUCCESS {
+        entry.handle.store(0, Release);
+        if let Some(gpu) = account.gpu.checked_sub(1) {
+            let left = account.used.min(account.charged);
+            share.give(gpu, account.charged - left);
+            account.charged = left;
+        }
+    }
+    result
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemPoolTrimTo(pool: Handle, keep: usize) -> Result {
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let result = unsafe { driver!(cuda::cuMemPoolTrimTo(pool => Handle, keep => usize)) };
+    if let Some(share) = share()
+        && let Some((_, entry)) = find(share, pool)
+    {
+        entry.account.lock().settle(share, pool, true);
+    }
+    result
+}
+
+/// To functions whose name ends in `_ptsz`, null is the thread's own default stream.
+fn per_thread(stream: Stream) -> Stream {
+    if stream == 0 { CU_STREAM_PER_THREAD } else { stream }
+}
+
+macro_rules! allocates {
+    ($from_current:ident, $from_pool:ident, $meant:expr) => {
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $from_current(
+            address: *mut DevicePtr,
+            bytes: usize,
+            stream: Stream,
+        ) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            unsafe {
+                allocate(address, bytes, None, $meant(stream), || {
+                    driver!(cuda::$from_current(address => *mut DevicePtr, bytes => usize, stream => Stream))
+                })
+            }
+        }
+
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $from_pool(
+            address: *mut DevicePtr,
+            bytes: usize,
+            pool: Handle,
+            stream: Stream,
+        ) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            unsafe {
+                allocate(address, bytes, Some(pool), $meant(stream), || {
+                    driver!(cuda::$from_pool(
+                        address => *mut DevicePtr, bytes => usize, pool => Handle, stream => Stream,
+                    ))
+                })
+            }
+        }
+    };
+}
+allocates!(cuMemAllocAsync, cuMemAllocFromPoolAsync, std::convert::identity);
+allocates!(cuMemAllocAsync_ptsz, cuMemAllocFromPoolAsync_ptsz, per_thread);
+
+macro_rules! frees {
+    ($symbol:ident, $meant:expr) => {
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(address: DevicePtr, stream: Stream) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            let call = || unsafe { driver!(cuda::$symbol(address => DevicePtr, stream => Stream)) };
+            // A graph that is captured frees it when it runs.
+            if is_capturing($meant(stream)) { call() } else { free(memory::blocks, address, call) }
+        }
+    };
+}
+frees!(cuMemFreeAsync, std::convert::identity);
+frees!(cuMemFreeAsync_ptsz, per_thread);

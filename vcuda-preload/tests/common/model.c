@@ -1,0 +1,753 @@
+/* A driver in small, libcuda and NVML in one library, for what no real driver does without a GPU: it gives memory out by
+ * the rules of the real one (pools grow in steps and shrink when waited for, physical memory lives as long as a handle or
+ * a mapping, contexts take their blocks along, graphs take their memory when they first run), and keeps in a file what
+ * each process holds, so that a test can tell whether the ceiling ever was passed. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define GPUS 4
+#define CLIENTS 512
+#define MIB (1ull << 20)
+#define POOL_STEP (32 * MIB)
+
+enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
+       NOT_FOUND = 500, NOT_SUPPORTED = 801, FAILED = 999 };
+
+/* The file, which tests/common/mod.rs reads and writes too. */
+struct state {
+    uint64_t total[GPUS];             /* bytes of each GPU */
+    uint64_t ceiling[GPUS];           /* what a container may hold, or 0 */
+    _Atomic uint64_t peak[GPUS];      /* most that was ever held */
+    _Atomic uint64_t passed;          /* times that the ceiling was passed */
+    struct { _Atomic int64_t pid; _Atomic uint64_t used[GPUS]; } clients[CLIENTS];
+};
+
+static struct state *state;
+static int self = -1;
+static int fail_next;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int gone(int64_t pid) {
+    char path[64], text[512] = "";
+    snprintf(path, sizeof path, "/proc/%ld/stat", (long)pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 1;
+    ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    char *end = size > 0 ? strrchr(text, ')') : NULL;
+    return !end || end[2] == 'Z' || end[2] == 'X';
+}
+
+static uint64_t held(int gpu) {
+    uint64_t sum = 0;
+    for (int n = 0; n < CLIENTS; n++)
+        sum += state->clients[n].used[gpu];
+    return sum;
+}
+
+/* What the kernel does when a process is gone. */
+static void clear_the_dead(void) {
+    for (int n = 0; n < CLIENTS; n++)
+        if (state->clients[n].pid && n != self && gone(state->clients[n].pid)) {
+            for (int gpu = 0; gpu < GPUS; gpu++)
+                state->clients[n].used[gpu] = 0;
+            state->clients[n].pid = 0;
+        }
+}
+
+static int take(int gpu, uint64_t bytes) {
+    if (fail_next) {
+        fail_next--;
+        return FAILED;
+    }
+    uint64_t limit = state->ceiling[gpu];
+    state->clients[self].used[gpu] += bytes;
+    uint64_t now = held(gpu);
+    if (now > state->total[gpu] || (limit && now > limit)) {
+        clear_the_dead();
+        now = held(gpu);
+    }
+    if (now > state->total[gpu]) {
+        state->clients[self].used[gpu] -= bytes;
+        return OUT_OF_MEMORY;
+    }
+    if (limit && now > limit)
+        state->passed++;
+    uint64_t peak = state->peak[gpu];
+    while (now > peak && !atomic_compare_exchange_weak(&state->peak[gpu], &peak, now))
+        ;
+    return OK;
+}
+
+static void give(int gpu, uint64_t bytes) { state->clients[self].used[gpu] -= bytes; }
+
+/* Test control, looked up in this very library. */
+void modelFailNext(int times) { fail_next = times; }
+
+/* ---- devices ---- */
+
+static int device_count = 2, order[GPUS] = {0, 1, 2, 3};
+
+static void in_child(void) { self = -1, state = NULL; }
+
+int cuInit(unsigned flags) {
+    (void)flags;
+    if (state)
+        return OK;
+    int fd = open(getenv("MODEL_STATE"), O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return NO_DEVICE;
+    struct state *mapped = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    for (int round = 0; round < 2 && self < 0; round++) {
+        for (int n = 0; n < CLIENTS && self < 0; n++) {
+            int64_t none = 0;
+            if (atomic_compare_exchange_strong(&mapped->clients[n].pid, &none, getpid()))
+                self = n;
+        }
+        state = mapped;
+        if (self < 0)
+            clear_the_dead();
+    }
+    if (self < 0)
+        return state = NULL, OUT_OF_MEMORY;
+    /* CUDA_VISIBLE_DEVICES, indices only. */
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (visible) {
+        device_count = 0;
+        for (char *rest = strdup(visible), *part; (part = strsep(&rest, ",")) && device_count < GPUS;)
+            order[device_count++] = atoi(part);
+    }
+    static int registered;
+    if (!registered++)
+        pthread_atfork(NULL, NULL, in_child);
+    return OK;
+}
+
+int cuDriverGetVersion(int *version) { return *version = 12040, OK; }
+int cuDeviceGetCount(int *count) { return state ? (*count = device_count, OK) : NOT_INITIALIZED; }
+int cuDeviceGet(int *device, int ordinal) {
+    return !state ? NOT_INITIALIZED : ordinal < 0 || ordinal >= device_count ? INVALID_DEVICE : (*device = ordinal, OK);
+}
+static int gpu_of(int device) { return order[device]; }
+int cuDeviceGetUuid(unsigned char *uuid, int device) {
+    if (!state || device < 0 || device >= device_count)
+        return INVALID_DEVICE;
+    memset(uuid, 0, 16);
+    uuid[0] = 0x67, uuid[15] = gpu_of(device);
+    return OK;
+}
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) {
+    if (!state || !bytes || device < 0 || device >= device_count)
+        return INVALID_VALUE;
+    return *bytes = state->total[gpu_of(device)], OK;
+}
+
+/* ---- contexts ---- */
+
+struct context { int device, alive, primary; };
+static struct context contexts[4096], primary_contexts[GPUS];
+static int primary_uses[GPUS];
+static __thread struct context *stack[16];
+static __thread int depth;
+#define CURRENT (depth ? stack[depth - 1] : NULL)
+
+int cuCtxCreate_v2(struct context **context, unsigned flags, int device) {
+    (void)flags;
+    if (!state || device < 0 || device >= device_count)
+        return INVALID_DEVICE;
+    pthread_mutex_lock(&lock);
+    int n = 0;
+    while (contexts[n].alive)
+        n++;
+    contexts[n] = (struct context){device, 1, 0};
+    pthread_mutex_unlock(&lock);
+    return stack[depth++] = *context = &contexts[n], OK;
+}
+int cuCtxGetCurrent(struct context **context) { return state ? (*context = CURRENT, OK) : NOT_INITIALIZED; }
+int cuCtxGetDevice(int *device) { return CURRENT ? (*device = CURRENT->device, OK) : INVALID_CONTEXT; }
+int cuCtxPushCurrent_v2(struct context *context) { return stack[depth++] = context, OK; }
+int cuCtxPopCurrent_v2(struct context **context) {
+    return !depth ? INVALID_CONTEXT : (*context = stack[--depth], OK);
+}
+int cuCtxSetCurrent(struct context *context) {
+    depth = 0;
+    if (context)
+        stack[depth++] = context;
+    return OK;
+}
+int cuCtxGetApiVersion(struct context *context, unsigned *version) {
+    return context->alive ? (*version = 3020, OK) : INVALID_CONTEXT;
+}
+int cuDevicePrimaryCtxRetain(struct context **context, int device) {
+    if (!state || device < 0 || device >= device_count)
+        return INVALID_DEVICE;
+    primary_contexts[device] = (struct context){device, 1, 1};
+    primary_uses[device]++;
+    return *context = &primary_contexts[device], OK;
+}
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    return *flags = 0, *active = primary_contexts[device].alive, OK;
+}
+
+/* ---- blocks: address = base + number * 2 MiB, so that finding one costs the same among few and among many ---- */
+
+struct block { uint64_t bytes, taken; struct context *context; struct pool *pool; int gpu, next_free; };
+#define BLOCKS (1 << 22)
+#define BASE 0x7e0000000000ull
+static struct block *blocks;
+static int first_free = -1, fresh = 1;
+
+static struct block *block_at(uint64_t address) {
+    uint64_t n = (address - BASE) / (2 * MIB);
+    return address < BASE || n >= BLOCKS || !blocks || !blocks[n].bytes || (address - BASE) % (2 * MIB) ? NULL : &blocks[n];
+}
+
+static uint64_t add_block(struct block block) {
+    pthread_mutex_lock(&lock);
+    if (!blocks)
+        blocks = mmap(NULL, BLOCKS * sizeof *blocks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    int n = first_free;
+    if (n < 0)
+        n = fresh++;
+    else
+        first_free = blocks[n].next_free;
+    blocks[n] = block;
+    pthread_mutex_unlock(&lock);
+    return BASE + n * 2 * MIB;
+}
+
+static void drop_block(struct block *block) {
+    block->bytes = 0;
+    block->next_free = first_free;
+    first_free = block - blocks;
+}
+
+static int allocate(uint64_t *address, uint64_t bytes) {
+    if (!state)
+        return NOT_INITIALIZED;
+    if (!CURRENT)
+        return INVALID_CONTEXT;
+    if (!address || !bytes)
+        return INVALID_VALUE;
+    int gpu = gpu_of(CURRENT->device), result;
+    uint64_t taken = (bytes + 511) & ~511ull;
+    if ((result = take(gpu, taken)))
+        return result;
+    return *address = add_block((struct block){bytes, taken, CURRENT, NULL, gpu, 0}), OK;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t bytes) { return allocate(address, bytes); }
+int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags) { return (void)flags, allocate(address, bytes); }
+int cuMemAllocPitch_v2(uint64_t *address, size_t *pitch, size_t width, size_t height, unsigned element) {
+    (void)element;
+    /* Rows a little longer than anybody would expect. */
+    *pitch = ((width + 511) & ~511ull) + (width > 4096 ? 512 : 0);
+    return allocate(address, *pitch * height);
+}
+
+static void pool_free(struct pool *pool, uint64_t bytes);
+
+int cuMemFree_v2(uint64_t address) {
+    if (!state)
+        return NOT_INITIALIZED;
+    if (!address)
+        return OK;
+    pthread_mutex_lock(&lock);
+    struct block *block = block_at(address);
+    int result = block ? OK : INVALID_VALUE;
+    if (block) {
+        if (block->pool)
+            pool_free(block->pool, block->taken);
+        else
+            give(block->gpu, block->taken);
+        drop_block(block);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+static void take_along(struct context *context) {
+    for (int n = 1; n < fresh; n++)
+        if (blocks[n].bytes && blocks[n].context == context && !blocks[n].pool) {
+            give(blocks[n].gpu, blocks[n].taken);
+            drop_block(&blocks[n]);
+        }
+}
+int cuCtxDestroy_v2(struct context *context) {
+    if (!context || !context->alive || context->primary)
+        return INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    take_along(context);
+    context->alive = 0;
+    pthread_mutex_unlock(&lock);
+    if (CURRENT == context)
+        depth--;
+    return OK;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    pthread_mutex_lock(&lock);
+    if (primary_uses[device] && !--primary_uses[device]) {
+        take_along(&primary_contexts[device]);
+        primary_contexts[device].alive = 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+
+int cuMemGetInfo_v2(size_t *free, size_t *total) {
+    if (!state)
+        return NOT_INITIALIZED;
+    if (!CURRENT)
+        return INVALID_CONTEXT;
+    int gpu = gpu_of(CURRENT->device);
+    if (free)
+        *free = state->total[gpu] - held(gpu);
+    if (total)
+        *total = state->total[gpu];
+    return OK;
+}
+
+/* ---- arrays: tiles of 64 KiB; those to be mapped later take nothing, and tell what they would ---- */
+
+struct shape { size_t width, height, depth; unsigned format, channels, flags; };
+struct array { uint64_t size, taken; int gpu; struct context *context; };
+static uint64_t size_of(const struct shape *shape) {
+    uint64_t element = (shape->format == 1 || shape->format == 8 ? 1 : shape->format == 0x20 ? 4 : 2) * shape->channels;
+    uint64_t depth = shape->depth ? shape->depth : 1, height = shape->height ? shape->height : 1;
+    return (shape->width * element * height * depth + 65535) & ~65535ull;
+}
+static int make_array(struct array **array, uint64_t size, int mapped_later) {
+    if (!CURRENT)
+        return INVALID_CONTEXT;
+    int gpu = gpu_of(CURRENT->device), result;
+    if (!mapped_later && (result = take(gpu, size)))
+        return result;
+    *array = malloc(sizeof **array);
+    **array = (struct array){size, mapped_later ? 0 : size, gpu, CURRENT};
+    return OK;
+}
+int cuArray3DCreate_v2(struct array **array, const struct shape *shape) {
+    return make_array(array, size_of(shape), !!(shape->flags & 0xc0));
+}
+int cuArrayCreate_v2(struct array **array, const void *shape) {
+    const struct { size_t width, height; unsigned format, channels; } *of = shape;
+    return make_array(array, size_of(&(struct shape){of->width, of->height, 0, of->format, of->channels, 0}), 0);
+}
+int cuMipmappedArrayCreate(struct array **array, const struct shape *shape, unsigned levels) {
+    uint64_t size = 0;
+    struct shape level = *shape;
+    for (unsigned n = 0; n < levels; n++) {
+        size += size_of(&level);
+        level.width = level.width > 1 ? level.width / 2 : 1;
+        level.height = level.height > 1 ? level.height / 2 : level.height;
+    }
+    return make_array(array, size, !!(shape->flags & 0xc0));
+}
+struct requirements { size_t size, alignment; unsigned reserved[4]; };
+int cuArrayGetMemoryRequirements(struct requirements *out, struct array *array, int device) {
+    (void)device;
+    return array->taken ? INVALID_VALUE : (out->size = array->size, out->alignment = 65536, OK);
+}
+int cuMipmappedArrayGetMemoryRequirements(struct requirements *out, struct array *array, int device) {
+    return cuArrayGetMemoryRequirements(out, array, device);
+}
+int cuArrayDestroy(struct array *array) { return give(array->gpu, array->taken), free(array), OK; }
+int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array); }
+
+/* ---- physical memory ---- */
+
+struct physical { uint64_t bytes; int gpu, handles, maps; };
+struct properties { int kind, handle_types, location_kind, location; };
+#define MAPPINGS 65536
+static struct { uint64_t address, bytes; struct physical *of; } mappings[MAPPINGS];
+static uint64_t next_address = 0x7d0000000000ull;
+
+static void settle(struct physical *physical) {
+    if (!physical->handles && !physical->maps) {
+        if (physical->gpu >= 0)
+            give(physical->gpu, physical->bytes);
+        physical->bytes = 0; /* The structure stays: a handle that is used again must not be a new one's. */
+    }
+}
+int cuMemCreate(struct physical **handle, size_t bytes, const struct properties *properties, uint64_t flags) {
+    (void)flags;
+    if (!state)
+        return NOT_INITIALIZED;
+    if (!bytes || bytes % (2 * MIB))
+        return INVALID_VALUE;
+    int gpu = -1, result;
+    if (properties->location_kind == 1) {
+        if (properties->location < 0 || properties->location >= device_count)
+            return INVALID_DEVICE;
+        if ((result = take(gpu = gpu_of(properties->location), bytes)))
+            return result;
+    }
+    *handle = malloc(sizeof **handle);
+    **handle = (struct physical){bytes, gpu, 1, 0};
+    return OK;
+}
+int cuMemRelease(struct physical *handle) {
+    if (!handle || !handle->handles)
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    handle->handles--;
+    settle(handle);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuMemAddressReserve(uint64_t *address, size_t bytes, size_t align, uint64_t hint, uint64_t flags) {
+    (void)align, (void)hint, (void)flags;
+    return *address = __atomic_fetch_add(&next_address, (bytes + 2 * MIB - 1) & ~(2 * MIB - 1), __ATOMIC_SEQ_CST), OK;
+}
+int cuMemMap(uint64_t address, size_t bytes, size_t offset, struct physical *handle, uint64_t flags) {
+    (void)offset, (void)flags;
+    if (!handle->handles)
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    int n = 0;
+    while (mappings[n].of)
+        n++;
+    mappings[n].address = address, mappings[n].bytes = bytes, mappings[n].of = handle;
+    handle->maps++;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuMemUnmap(uint64_t address, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    for (int n = 0; n < MAPPINGS; n++)
+        if (mappings[n].of && mappings[n].address >= address && mappings[n].address < address + bytes) {
+            mappings[n].of->maps--;
+            settle(mappings[n].of);
+            mappings[n].of = NULL;
+        }
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuMemRetainAllocationHandle(struct physical **handle, uint64_t address) {
+    pthread_mutex_lock(&lock);
+    int result = INVALID_VALUE;
+    for (int n = 0; n < MAPPINGS; n++)
+        if (mappings[n].of && address >= mappings[n].address && address < mappings[n].address + mappings[n].bytes) {
+            *handle = mappings[n].of;
+            (*handle)->handles++;
+            result = OK;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+/* ---- streams, pools ---- */
+
+struct graph;
+struct stream { struct context *context; struct graph *capture; };
+struct pool { int gpu; uint64_t reserved, used, threshold; int live, destroyed; };
+static struct pool default_pools[GPUS], *current_pools[GPUS];
+
+int cuStreamCreate(struct stream **stream, unsigned flags) {
+    (void)flags;
+    *stream = calloc(1, sizeof **stream);
+    return (*stream)->context = CURRENT, OK;
+}
+int cuStreamGetCtx(struct stream *stream, struct context **context) { return *context = stream->context, OK; }
+int cuStreamIsCapturing(struct stream *stream, int *status) {
+    return *status = (uintptr_t)stream > 2 && stream->capture, OK;
+}
+static struct pool *pool_of(int device) {
+    if (!current_pools[device]) {
+        default_pools[device].gpu = gpu_of(device);
+        current_pools[device] = &default_pools[device];
+    }
+    return current_pools[device];
+}
+int cuDeviceGetMemPool(struct pool **pool, int device) { return *pool = pool_of(device), OK; }
+int cuDeviceGetDefaultMemPool(struct pool **pool, int device) { return pool_of(device), *pool = &default_pools[device], OK; }
+int cuDeviceSetMemPool(int device, struct pool *pool) { return current_pools[device] = pool, OK; }
+int cuMemPoolCreate(struct pool **pool, const struct properties *properties) {
+    *pool = calloc(1, sizeof **pool);
+    (*pool)->gpu = properties->location_kind == 1 ? gpu_of(properties->location) : -1;
+    return OK;
+}
+static void pool_shrink(struct pool *pool, uint64_t keep) {
+    uint64_t wanted = (pool->used + 2 * MIB - 1) & ~(2 * MIB - 1);
+    wanted = wanted > keep ? wanted : keep;
+    if (pool->reserved > wanted) {
+        if (pool->gpu >= 0)
+            give(pool->gpu, pool->reserved - wanted);
+        pool->reserved = wanted;
+    }
+}
+static void pool_free(struct pool *pool, uint64_t bytes) {
+    pool->used -= bytes;
+    pool->live--;
+    if (pool->destroyed)
+        pool_shrink(pool, 0);
+}
+static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address);
+int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, struct stream *stream) {
+    if (!bytes || !address)
+        return INVALID_VALUE;
+    if ((uintptr_t)stream > 2 && stream->capture)
+        return add_alloc_node(stream->capture, bytes, stream->context->device, address);
+    uint64_t taken = (bytes + 511) & ~511ull;
+    pthread_mutex_lock(&lock);
+    int result = fail_next && pool->used + taken <= pool->reserved ? (fail_next--, FAILED) : OK;
+    if (!result && pool->used + taken > pool->reserved) {
+        uint64_t more = (pool->used + taken - pool->reserved + POOL_STEP - 1) / POOL_STEP * POOL_STEP;
+        result = pool->gpu >= 0 ? take(pool->gpu, more) : OK;
+        if (!result)
+            pool->reserved += more;
+    }
+    if (!result) {
+        pool->used += taken;
+        pool->live++;
+    }
+    pthread_mutex_unlock(&lock);
+    if (!result)
+        *address = add_block((struct block){bytes, taken, NULL, pool, pool->gpu, 0});
+    return result;
+}
+int cuMemAllocAsync(uint64_t *address, size_t bytes, struct stream *stream) {
+    struct context *context = (uintptr_t)stream > 2 ? stream->context : CURRENT;
+    return context ? cuMemAllocFromPoolAsync(address, bytes, pool_of(context->device), stream) : INVALID_CONTEXT;
+}
+int cuMemAllocAsync_ptsz(uint64_t *address, size_t bytes, struct stream *stream) {
+    return cuMemAllocAsync(address, bytes, stream);
+}
+int cuMemFreeAsync(uint64_t address, struct stream *stream) {
+    if ((uintptr_t)stream > 2 && stream->capture)
+        return OK;
+    return cuMemFree_v2(address);
+}
+static void shrink_all(void) {
+    pthread_mutex_lock(&lock);
+    for (int device = 0; device < device_count; device++) {
+        if (default_pools[device].reserved)
+            pool_shrink(&default_pools[device], default_pools[device].threshold);
+        struct pool *current = current_pools[device];
+        if (current && current != &default_pools[device])
+            pool_shrink(current, current->threshold);
+    }
+    pthread_mutex_unlock(&lock);
+}
+int cuStreamSynchronize(struct stream *stream) { return (void)stream, shrink_all(), OK; }
+int cuCtxSynchronize(void) { return shrink_all(), OK; }
+int cuMemPoolTrimTo(struct pool *pool, size_t keep) {
+    pthread_mutex_lock(&lock);
+    pool_shrink(pool, keep);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuMemPoolGetAttribute(struct pool *pool, int which, void *value) {
+    switch (which) {
+    case 4: return *(uint64_t *)value = pool->threshold, OK;
+    case 5: return *(uint64_t *)value = pool->reserved, OK;
+    case 7: return *(uint64_t *)value = pool->used, OK;
+    case 12: return *(int *)value = pool->gpu < 0 ? 2 : 1, OK;
+    default: return INVALID_VALUE;
+    }
+}
+int cuMemPoolSetAttribute(struct pool *pool, int which, void *value) {
+    return which == 4 ? (pool->threshold = *(uint64_t *)value, OK) : INVALID_VALUE;
+}
+int cuMemPoolDestroy(struct pool *pool) {
+    pthread_mutex_lock(&lock);
+    pool->destroyed = 1;
+    pool_shrink(pool, 0);
+    for (int device = 0; device < device_count; device++)
+        if (current_pools[device] == pool)
+            current_pools[device] = NULL;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuDevicePrimaryCtxReset_v2(int device) {
+    pthread_mutex_lock(&lock);
+    take_along(&primary_contexts[device]);
+    primary_contexts[device].alive = 0;
+    struct pool *pool = &default_pools[device];
+    for (int n = 1; n < fresh; n++)
+        if (blocks[n].bytes && blocks[n].pool == pool)
+            drop_block(&blocks[n]);
+    pool->used = pool->live = 0;
+    pool_shrink(pool, 0);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+
+/* ---- graphs: chains of nodes, of which only those that allocate do anything ---- */
+
+struct node { int kind, device; uint64_t bytes; struct graph *inner; };
+struct graph { int count; struct node nodes[64]; };
+struct exec { int mapped, device; uint64_t bytes; struct exec *next; };
+static struct exec *execs;
+static uint64_t graph_reserved[GPUS];
+
+int cuGraphCreate(struct graph **graph, unsigned flags) { return (void)flags, *graph = calloc(1, sizeof **graph), OK; }
+static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address) {
+    graph->nodes[graph->count++] = (struct node){10, device, bytes, NULL};
+    return *address = 0x7c0000000000ull + (uint64_t)rand() * MIB, OK;
+}
+struct alloc { struct properties pool; uint64_t rest[9]; void *access; size_t access_count, bytes; uint64_t address; };
+int cuGraphAddMemAllocNode(struct node **node, struct graph *graph, void *after, size_t count, struct alloc *alloc) {
+    (void)after, (void)count;
+    *node = &graph->nodes[graph->count];
+    return add_alloc_node(graph, alloc->bytes, alloc->pool.location, &alloc->address);
+}
+int cuGraphAddChildGraphNode(struct node **node, struct graph *graph, void *after, size_t count, struct graph *inner) {
+    (void)after, (void)count;
+    *node = &graph->nodes[graph->count];
+    graph->nodes[graph->count++] = (struct node){4, 0, 0, inner};
+    return OK;
+}
+int cuGraphGetNodes(struct graph *graph, struct node **nodes, size_t *count) {
+    for (int n = 0; nodes && n < graph->count && n < (int)*count; n++)
+        nodes[n] = &graph->nodes[n];
+    return *count = graph->count, OK;
+}
+int cuGraphNodeGetType(struct node *node, int *kind) { return *kind = node->kind, OK; }
+int cuGraphChildGraphNodeGetGraph(struct node *node, struct graph **graph) { return *graph = node->inner, OK; }
+int cuGraphMemAllocNodeGetParams(struct node *node, struct alloc *alloc) {
+    memset(alloc, 0, sizeof *alloc);
+    alloc->pool = (struct properties){1, 0, 1, node->device};
+    return alloc->bytes = node->bytes, OK;
+}
+static uint64_t size_of_graph(struct graph *graph) {
+    uint64_t sum = 0;
+    for (int n = 0; n < graph->count; n++)
+        sum += graph->nodes[n].kind == 4 ? size_of_graph(graph->nodes[n].inner)
+                                         : (graph->nodes[n].bytes + 2 * MIB - 1) & ~(2 * MIB - 1);
+    return sum;
+}
+int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_t flags) {
+    (void)flags;
+    *exec = calloc(1, sizeof **exec);
+    (*exec)->device = CURRENT->device;
+    (*exec)->bytes = size_of_graph(graph);
+    pthread_mutex_lock(&lock);
+    (*exec)->next = execs, execs = *exec;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuGraphLaunch(struct exec *exec, struct stream *stream) {
+    (void)stream;
+    if (exec->mapped || !exec->bytes)
+        return OK;
+    int result = take(gpu_of(exec->device), exec->bytes);
+    if (!result)
+        exec->mapped = 1, graph_reserved[exec->device] += exec->bytes;
+    return result;
+}
+int cuGraphUpload(struct exec *exec, struct stream *stream) { return cuGraphLaunch(exec, stream); }
+int cuGraphExecDestroy(struct exec *exec) {
+    pthread_mutex_lock(&lock);
+    struct exec **at = &execs;
+    while (*at && *at != exec)
+        at = &(*at)->next;
+    if (*at)
+        *at = exec->next;
+    pthread_mutex_unlock(&lock);
+    return free(exec), OK;
+}
+int cuGraphDestroy(struct graph *graph) { return free(graph), OK; }
+int cuDeviceGraphMemTrim(int device) {
+    pthread_mutex_lock(&lock);
+    for (struct exec *exec = execs; exec; exec = exec->next)
+        if (exec->device == device)
+            exec->mapped = 0;
+    give(gpu_of(device), graph_reserved[device]);
+    graph_reserved[device] = 0;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuDeviceGetGraphMemAttribute(int device, int which, void *value) {
+    return which == 2 ? (*(uint64_t *)value = graph_reserved[device], OK) : INVALID_VALUE;
+}
+int cuStreamBeginCapture_v2(struct stream *stream, int mode) { return (void)mode, cuGraphCreate(&stream->capture, 0); }
+int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
+    return *graph = stream->capture, stream->capture = NULL, OK;
+}
+
+/* ---- launches ---- */
+
+int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h, void *i,
+                   void **j, void **k) {
+    static volatile int launched;
+    (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)h, (void)i, (void)j, (void)k;
+    launched = 1;
+    return launched - 1;
+}
+
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
+    (void)version, (void)flags;
+    static const char *suffixes[] = {"_v2", ""};
+    for (int n = 0; n < 2; n++) {
+        char name[128];
+        snprintf(name, sizeof name, "%s%s", symbol, suffixes[n]);
+        /* The C library's dlsym, as the real driver's table is its own. */
+        static void *(*look)(void *, const char *);
+        if (!look)
+            look = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");
+        if ((*function = look(dlopen("/usr/local/vcuda/driver/libcuda.so.1", RTLD_NOW), name)))
+            return status ? *status = 0 : 0, OK;
+    }
+    return status ? *status = 1 : 0, OK;
+}
+
+/* ---- NVML ---- */
+
+int nvmlInit_v2(void) {
+    if (state)
+        return 0;
+    int fd = open(getenv("MODEL_STATE"), O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return 999;
+    state = mmap(NULL, sizeof *state, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return close(fd), 0;
+}
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
+    return index >= GPUS ? 2 : (*device = (void *)(uintptr_t)(0x1000 + index), 0);
+}
+#define INDEX(device) ((int)((uintptr_t)(device) - 0x1000))
+int nvmlDeviceGetUUID(void *device, char *text, unsigned size) {
+    return snprintf(text, size, "GPU-67000000-0000-0000-0000-%012x", INDEX(device)), 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, uint64_t *memory) {
+    if (!memory || INDEX(device) < 0 || INDEX(device) >= GPUS)
+        return 2;
+    uint64_t used = held(INDEX(device));
+    return memory[0] = state->total[INDEX(device)], memory[1] = memory[0] - used, memory[2] = used, 0;
+}
+int nvmlDeviceGetMemoryInfo_v2(void *device, uint64_t *memory) {
+    if (!memory || (unsigned)memory[0] != (40 | 2 << 24))
+        return 25;
+    uint64_t used = held(INDEX(device)), total = state->total[INDEX(device)];
+    return memory[1] = total, memory[2] = 500 * MIB, memory[3] = total - used - 500 * MIB, memory[4] = used, 0;
+}
+struct process { unsigned pid; uint64_t bytes; unsigned gpu_instance, compute_instance; };
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *list) {
+    if (!count || INDEX(device) < 0 || INDEX(device) >= GPUS)
+        return 2;
+    unsigned room = *count, found = 0;
+    for (int n = 0; n < CLIENTS; n++)
+        if (state->clients[n].pid) {
+            if (found < room && list)
+                list[found] = (struct process){state->clients[n].pid, state->clients[n].used[INDEX(device)], -1, -1};
+            found++;
+        }
+    return *count = found, found > room ? 7 : 0;
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *device, unsigned *count, struct process *list) {
+    return nvmlDeviceGetComputeRunningProcesses_v3(device, count, list);
+}

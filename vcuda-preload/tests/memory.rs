@@ -1,0 +1,454 @@
+//! The memory ceiling, over every kind of allocation: what the account says is what the driver gave out, to the byte, and
+//! never more than the ceiling. On a driver in small (tests/common/model.c) that hands memory out by the real one's rules.
+
+mod common;
+
+use common::{MIB, Model, OUT_OF_MEMORY, Session, can_mount, limit, model_uuid};
+use region::{GpuLimit, LimitsWriter};
+
+const CEILING: u64 = 1024 * MIB;
+const TOTAL: u64 = 40960 * MIB;
+
+fn model() -> Option<Model> {
+    can_mount().then(|| Model::new(TOTAL, &[limit(0, CEILING), limit(1, CEILING / 2)]))
+}
+
+/// The account of GPU 0 is what the driver gave out, and CUDA and NVML both say so.
+#[track_caller]
+fn exact(model: &Model, session: &mut Session, bytes: u64) {
+    assert_eq!((model.held(0), model.accounted(0)), (bytes, bytes), "held by the driver, accounted");
+    assert_eq!(session.info(), (CEILING - bytes, CEILING));
+    assert_eq!(session.call("nvml 0"), (0, CEILING - bytes, CEILING));
+}
+
+#[test]
+fn the_ceiling_holds_and_what_is_freed_is_to_be_had_again() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    exact(&model, &mut session, 0);
+    assert_eq!(session.call("total 0").1, CEILING);
+    assert_eq!(session.call("total 1").1, CEILING / 2);
+    let first = session.must(&format!("alloc {}", CEILING / 2));
+    exact(&model, &mut session, CEILING / 2);
+    assert_eq!(session.call(&format!("alloc {}", CEILING / 2 + 1)).0, OUT_OF_MEMORY);
+    assert_eq!(model.refusals(0), 1);
+    exact(&model, &mut session, CEILING / 2);
+    session.must(&format!("alloc {}", CEILING / 2));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    session.must(&format!("free {first}"));
+    exact(&model, &mut session, CEILING / 2);
+    // Freed already, and never ours: the driver's answer, and no change.
+    assert_eq!(session.call(&format!("free {first}")).0, 1);
+    assert_eq!(session.call("free 4096").0, 1);
+    session.must("free 0");
+    exact(&model, &mut session, CEILING / 2);
+    // Small blocks take what the driver takes for them.
+    session.must("alloc 1");
+    exact(&model, &mut session, CEILING / 2 + 512);
+    assert_eq!(session.call(&format!("alloc {}", usize::MAX)).0, OUT_OF_MEMORY);
+    assert_eq!(session.call("alloc 0").0, 1);
+    exact(&model, &mut session, CEILING / 2 + 512);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn null_outputs_are_the_drivers_business() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must(&format!("alloc {MIB}"));
+    assert_eq!(session.call("info 1 0"), (0, 0, CEILING));
+    assert_eq!(session.call("info 0 1"), (0, CEILING - MIB, 0));
+    session.must("info 1 1");
+    // No context is current.
+    session.must("current 0");
+    assert_eq!(session.call("info").0, 201);
+    assert_eq!(session.call("alloc 512").0, 201);
+    assert_eq!(model.accounted(0), MIB);
+}
+
+#[test]
+fn pitched_managed_and_arrays_count_as_they_are() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    // A row longer than we could expect.
+    let pitched = session.must("pitch 5000 100");
+    exact(&model, &mut session, (5120 + 512) * 100);
+    session.must(&format!("free {pitched}"));
+    let managed = session.must(&format!("managed {}", 10 * MIB));
+    exact(&model, &mut session, 10 * MIB);
+    session.must(&format!("free {managed}"));
+    let array = session.must("array 1000 1000");
+    exact(&model, &mut session, (4_000_000_u64).next_multiple_of(65536));
+    session.must(&format!("free-array {array}"));
+    let array = session.must("array2 100 100");
+    exact(&model, &mut session, 65536);
+    session.must(&format!("free-array {array}"));
+    let mipmap = session.must("mipmap 512 512 4");
+    let levels = (0..4).map(|level| (512_u64 >> level).pow(2) * 16).map(|size| size.next_multiple_of(65536));
+    exact(&model, &mut session, levels.sum());
+    session.must(&format!("free-mipmap {mipmap}"));
+    // Sparse ones, and those to be mapped later, take nothing yet.
+    session.must("array 100000 100000 64");
+    session.must("array 100000 100000 128");
+    exact(&model, &mut session, 0);
+    // None of them gets past the ceiling.
+    for command in ["pitch 1000000 2000", "managed 2000000000", "array 100000 10000", "mipmap 10000 10000 1"]
+    {
+        assert_eq!(session.call(command).0, OUT_OF_MEMORY, "{command}");
+    }
+    // Where the rest of a pitched block is not to be had, the block is not had at all.
+    session.must(&format!("alloc {}", CEILING - 5120 * 100));
+    assert_eq!(session.call("pitch 5000 100").0, OUT_OF_MEMORY);
+    exact(&model, &mut session, CEILING - 5120 * 100);
+}
+
+#[test]
+fn physical_memory_counts_while_a_handle_or_a_mapping_lives() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let handle = session.must(&format!("create {}", 64 * MIB));
+    exact(&model, &mut session, 64 * MIB);
+    let here = session.must(&format!("map {handle} {}", 64 * MIB));
+    let there = session.must(&format!("map {handle} {}", 64 * MIB));
+    session.must(&format!("release {handle}"));
+    session.must(&format!("unmap {here} {}", 64 * MIB));
+    exact(&model, &mut session, 64 * MIB);
+    let again = session.must(&format!("retain {}", there + 5 * MIB));
+    session.must(&format!("unmap {there} {}", 64 * MIB));
+    exact(&model, &mut session, 64 * MIB);
+    session.must(&format!("release {again}"));
+    exact(&model, &mut session, 0);
+    assert_eq!(session.call(&format!("release {again}")).0, 1);
+    // Several mappings in a row go at once.
+    let [one, two] = [0, 1].map(|_| session.must(&format!("create {}", 2 * MIB)));
+    let base = session.must(&format!("map {one} {}", 4 * MIB));
+    session.must(&format!("unmap {base} {}", 4 * MIB));
+    session.must(&format!("map-at {base} {} {one}", 2 * MIB));
+    session.must(&format!("map-at {} {} {two}", base + 2 * MIB, 2 * MIB));
+    session.must(&format!("release {one}"));
+    session.must(&format!("release {two}"));
+    exact(&model, &mut session, 4 * MIB);
+    session.must(&format!("unmap {base} {}", 4 * MIB));
+    exact(&model, &mut session, 0);
+    // The host's memory is not the share's, whatever number stands where a device would (HAMi-core#187).
+    session.must(&format!("create-host {}", 4096 * MIB));
+    exact(&model, &mut session, 0);
+    // Of another device, and of none.
+    session.must(&format!("create {} 1", 256 * MIB));
+    assert_eq!((model.accounted(1), model.held(1)), (256 * MIB, 256 * MIB));
+    assert_eq!(session.call(&format!("create {} 1", 512 * MIB)).0, OUT_OF_MEMORY);
+    assert_eq!(session.call(&format!("create {} 17", 2 * MIB)).0, 101);
+    assert_eq!(session.call("create 1").0, 1);
+    exact(&model, &mut session, 0);
+}
+
+#[test]
+fn pools_count_what_they_hold() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    // The driver in small lets pools grow by 32 MiB.
+    let small = session.must("async 1000");
+    exact(&model, &mut session, 32 * MIB);
+    let large = session.must(&format!("async {}", 40 * MIB));
+    exact(&model, &mut session, 64 * MIB);
+    // Freed, but kept until somebody waits.
+    session.must(&format!("free-async {large}"));
+    assert_eq!((model.held(0), model.accounted(0)), (64 * MIB, 64 * MIB));
+    session.must("wait");
+    exact(&model, &mut session, 2 * MIB);
+    // The plain free works as well.
+    session.must(&format!("free {small}"));
+    session.must("wait-context");
+    exact(&model, &mut session, 0);
+    // A pool that is told to keep more keeps it, until it is trimmed.
+    session.must(&format!("keep 0 {}", 512 * MIB));
+    let block = session.must(&format!("async-thread {}", 200 * MIB));
+    session.must(&format!("free-async {block}"));
+    session.must("wait");
+    exact(&model, &mut session, 224 * MIB);
+    session.must(&format!("trim 0 0 {}", 64 * MIB));
+    exact(&model, &mut session, 64 * MIB);
+    session.must("trim 0 0 0");
+    exact(&model, &mut session, 0);
+    // Of a pool of one's own; it goes with its last allocation.
+    let pool = session.must("pool 1 0");
+    let block = session.must(&format!("from-pool {} {pool}", 10 * MIB));
+    exact(&model, &mut session, 32 * MIB);
+    session.must(&format!("free-pool {pool}"));
+    exact(&model, &mut session, 10 * MIB);
+    session.must(&format!("free-async {block}"));
+    exact(&model, &mut session, 0);
+    // A pool of host memory.
+    let pool = session.must("pool 3 0");
+    session.must(&format!("from-pool {} {pool}", 4096 * MIB));
+    exact(&model, &mut session, 0);
+}
+
+#[test]
+fn a_pool_that_would_grow_past_the_ceiling_does_not() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must(&format!("alloc {}", CEILING - 20 * MIB));
+    // 1 MiB would fit, the step of 32 MiB by which the pool grows for it does not.
+    assert_eq!(session.call(&format!("async {MIB}")).0, OUT_OF_MEMORY);
+    exact(&model, &mut session, CEILING - 20 * MIB);
+    // What a pool keeps for later is no reason to refuse: it is looked at again first.
+    let mut other = model.ready();
+    assert_eq!(other.call(&format!("alloc {}", 20 * MIB)).0, 0);
+}
+
+#[test]
+fn what_a_pool_gave_back_is_to_be_had() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    for _ in 0..20 {
+        let block = session.must(&format!("async {}", CEILING - 32 * MIB));
+        session.must(&format!("free-async {block}"));
+        session.must("wait");
+        let block = session.must(&format!("alloc {CEILING}"));
+        session.must(&format!("free {block}"));
+    }
+    assert_eq!((model.passed(), model.refusals(0)), (0, 0));
+}
+
+#[test]
+fn graphs_count_what_they_take_when_they_first_run() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let inner = session.must("graph");
+    session.must(&format!("graph-alloc {inner} {} 0", 10 * MIB));
+    let graph = session.must("graph");
+    session.must(&format!("graph-alloc {graph} {} 0", 100 * MIB));
+    session.must(&format!("graph-inner {graph} {inner}"));
+    let exec = session.must(&format!("exec {graph}"));
+    exact(&model, &mut session, 0);
+    for _ in 0..3 {
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 110 * MIB);
+    }
+    // The driver keeps it for the next run, until it is told to let go.
+    session.must("wait");
+    exact(&model, &mut session, 110 * MIB);
+    session.must("trim-graphs 0");
+    exact(&model, &mut session, 0);
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 110 * MIB);
+    session.must(&format!("free-exec {exec}"));
+    exact(&model, &mut session, 110 * MIB);
+    session.must("trim-graphs 0");
+    // What was allocated while a stream was captured.
+    let stream = session.must("stream");
+    session.must(&format!("capture {stream}"));
+    let block = session.must(&format!("async {} {stream}", 200 * MIB));
+    exact(&model, &mut session, 0);
+    session.must(&format!("free-async {block} {stream}"));
+    let (_, graph, _) = session.call(&format!("end-capture {stream}"));
+    let exec = session.must(&format!("exec {graph}"));
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 200 * MIB);
+    // Past the ceiling a graph does not run.
+    let graph = session.must("graph");
+    session.must(&format!("graph-alloc {graph} {CEILING} 0"));
+    let exec = session.must(&format!("exec {graph}"));
+    assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY);
+    exact(&model, &mut session, 200 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn what_the_driver_fails_to_allocate_is_given_back() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let graph = session.must("graph");
+    session.must(&format!("graph-alloc {graph} {MIB} 0"));
+    let exec = session.must(&format!("exec {graph}"));
+    for command in [
+        "alloc 1000000".into(),
+        "managed 1000000".into(),
+        "pitch 1000 1000".into(),
+        "array 1000 1000".into(),
+        "mipmap 100 100 2".into(),
+        format!("create {}", 2 * MIB),
+        "async 1000000".into(),
+        format!("launch {exec}"),
+    ] {
+        session.must("fail 1");
+        assert_eq!(session.call(&command).0, 999, "{command}");
+        exact(&model, &mut session, 0);
+    }
+    assert_eq!(model.refusals(0), 0);
+}
+
+#[test]
+fn a_context_takes_its_blocks_along() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must(&format!("alloc {MIB}"));
+    let context = session.must("context 0");
+    for _ in 0..100 {
+        session.must(&format!("alloc {MIB}"));
+    }
+    let other = session.must("context 0");
+    session.must(&format!("alloc {MIB}"));
+    session.must(&format!("destroy {context}"));
+    session.must(&format!("current {other}"));
+    exact(&model, &mut session, 2 * MIB);
+    session.must(&format!("destroy {other}"));
+    assert_eq!(session.call(&format!("destroy {other}")).0, 201);
+    session.must("primary 0");
+    exact(&model, &mut session, MIB);
+    // Physical memory and pools are the device's.
+    session.must(&format!("create {}", 2 * MIB));
+    // The primary context was retained three times.
+    session.must("release-primary 0");
+    exact(&model, &mut session, 3 * MIB);
+    session.must("release-primary 0");
+    session.must("release-primary 0");
+    session.must("primary 0");
+    exact(&model, &mut session, 2 * MIB);
+    session.must(&format!("alloc {MIB}"));
+    session.must("async 1000");
+    session.must("reset 0");
+    session.must("primary 0");
+    exact(&model, &mut session, 2 * MIB);
+}
+
+#[test]
+fn processes_of_a_container_share_one_ceiling() {
+    let Some(model) = model() else { return };
+    let (mut one, mut two) = (model.ready(), model.ready());
+    one.must(&format!("alloc {}", CEILING * 3 / 4));
+    exact(&model, &mut two, CEILING * 3 / 4);
+    assert_eq!(two.call(&format!("alloc {}", CEILING / 2)).0, OUT_OF_MEMORY);
+    two.must(&format!("alloc {}", CEILING / 4));
+    assert_eq!(two.call("nvml-processes 0"), (0, 2, CEILING));
+    // Killed, it gives everything back at once.
+    one.kill();
+    exact(&model, &mut two, CEILING / 4);
+    assert_eq!(two.call("nvml-processes 0"), (0, 1, CEILING / 4));
+    two.must(&format!("alloc {}", CEILING * 3 / 4));
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn neighbours_are_not_seen() {
+    let Some(model) = model() else { return };
+    model.neighbour(0, 20_000 * MIB);
+    let mut session = model.ready();
+    assert_eq!(session.call("nvml-processes 0"), (0, 0, 0));
+    session.must(&format!("alloc {MIB}"));
+    assert_eq!(session.info(), (CEILING - MIB, CEILING));
+    assert_eq!(session.call("nvml 0"), (0, CEILING - MIB, CEILING));
+    assert_eq!(session.call("nvml-processes 0"), (0, 1, MIB));
+}
+
+#[test]
+fn ceilings_are_found_by_uuid_whatever_the_order_of_devices() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("CUDA_VISIBLE_DEVICES", "1,0"));
+    session.must("init 0");
+    // Device 0 is GPU 1.
+    assert_eq!((session.call("total 0").1, session.call("total 1").1), (CEILING / 2, CEILING));
+    session.must(&format!("alloc {}", CEILING / 2));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    assert_eq!((model.held(1), model.accounted(1)), (CEILING / 2, CEILING / 2));
+    session.must("primary 1");
+    session.must(&format!("alloc {CEILING}"));
+    assert_eq!((model.held(0), model.accounted(0)), (CEILING, CEILING));
+}
+
+#[test]
+fn a_gpu_that_is_not_of_the_share_has_no_memory_for_it() {
+    if !can_mount() {
+        return;
+    }
+    let model = Model::new(TOTAL, &[limit(0, CEILING)]);
+    let mut session = model.start();
+    session.must("init 1");
+    assert_eq!(session.call("total 1"), (0, 0, 0));
+    assert_eq!(session.info(), (0, 0));
+    for command in ["alloc 512", "managed 512", "array 10 10", "async 512", "create 2097152 1"] {
+        assert_eq!(session.call(command).0, OUT_OF_MEMORY, "{command}");
+    }
+    assert_eq!(model.held(1), 0);
+}
+
+#[test]
+fn a_ceiling_that_is_changed_holds_at_once() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let node = LimitsWriter::open(&model.room.limits()).unwrap();
+    session.must(&format!("alloc {CEILING}"));
+    node.set(&limit(0, 2 * CEILING)).unwrap();
+    assert_eq!(session.info(), (CEILING, 2 * CEILING));
+    let second = session.must(&format!("alloc {CEILING}"));
+    // Below what is in use: nothing is taken away, and nothing more is given.
+    node.set(&limit(0, CEILING / 2)).unwrap();
+    assert_eq!(session.info(), (0, CEILING / 2));
+    assert_eq!(session.call("nvml 0"), (0, 0, CEILING / 2));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    session.must(&format!("free {second}"));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    assert_eq!(model.refusals(0), 2);
+    // What the node measured besides counts too.
+    node.set(&limit(0, CEILING + 300 * MIB)).unwrap();
+    node.set_unseen(&model_uuid(0), 299 * MIB).unwrap();
+    assert_eq!(session.info(), (MIB, CEILING + 300 * MIB));
+    assert_eq!(session.call(&format!("alloc {}", MIB + 1)).0, OUT_OF_MEMORY);
+    session.must(&format!("alloc {MIB}"));
+    assert!(node.set(&GpuLimit { uuid: [9; 16], ..limit(0, 1) }).is_err());
+}
+
+#[test]
+fn a_forked_child_neither_keeps_nor_loses_what_its_parent_has() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let block = session.must(&format!("alloc {MIB}"));
+    for again in 0..3 {
+        // The child frees the parent's block, allocates, initialises; the driver refuses most of it.
+        session.must(&format!("fork {block} {again}"));
+        session.must("vfork");
+        exact(&model, &mut session, MIB);
+    }
+    session.must(&format!("free {block}"));
+    exact(&model, &mut session, 0);
+    // Before initialisation, a child is a process like any other.
+    let mut fresh = model.start();
+    fresh.must("fork 0 1");
+    fresh.must("init 0");
+    fresh.must(&format!("alloc {MIB}"));
+    exact(&model, &mut session, MIB);
+}
+
+#[test]
+fn a_process_that_execs_gives_its_memory_back() {
+    let Some(model) = model() else { return };
+    let (mut one, mut two) = (model.ready(), model.ready());
+    one.must(&format!("alloc {CEILING}"));
+    assert_eq!(two.call("alloc 1").0, OUT_OF_MEMORY);
+    // It turns into `cat`, which echoes.
+    one.send("become");
+    assert_eq!(one.call("0 0 0"), (0, 0, 0));
+    assert_eq!(two.info(), (CEILING, CEILING));
+}
+
+#[test]
+fn many_threads_and_many_processes_at_once() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must("threads 1000 100 4096");
+    exact(&model, &mut session, 0);
+    let mut all: Vec<_> = (0..200).map(|_| model.start()).collect();
+    all.iter_mut().for_each(|session| session.send("init 0"));
+    for session in &mut all {
+        // The answer to `init`, then to this.
+        assert_eq!(session.call(&format!("alloc {MIB}")).0, 0);
+    }
+    for session in &mut all {
+        assert_eq!(session.call("info").0, 0);
+    }
+    assert_eq!((model.held(0), model.accounted(0)), (200 * MIB, 200 * MIB));
+    drop(all);
+    exact(&model, &mut session, 0);
+    assert_eq!(model.passed(), 0);
+}
