@@ -16,7 +16,8 @@ profile=${VCUDA_PROFILE:-release}
 built=$profile
 [ "$profile" = dev ] && built=debug
 cache=$(integration/setup.sh --where)
-export PATH="$PATH:$HOME/.cargo/bin:$cache/venv/bin"
+# Before everything: cargo-zigbuild asks the first python3 that it finds for zig.
+export PATH="$cache/venv/bin:$PATH:$HOME/.cargo/bin"
 triple=x86_64-unknown-linux-gnu
 
 say() { printf '\033[2m%s\033[0m\n' "build: $*" >&2; }
