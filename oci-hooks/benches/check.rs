@@ -39,7 +39,10 @@ fn main() {
     let command = Command { args: vec!["app".into()], env: vec!["PATH=/bin".into()], cwd: "/".into() };
 
     let whole = || {
-        let report = check::rootfs(&rootfs, &command, &node, Limits::default(), &mut |_| {}).unwrap();
+        let rootfs = Rootfs::open(root).unwrap();
+        let seen =
+            check::rootfs(rootfs, String::new(), command.clone(), Limits::default(), &mut |_| {}).unwrap();
+        let report = seen.report(&node);
         assert!(report.files >= FILES as u64 && report.bytes > 4 << 30, "{report:?}");
     };
     rustix::fs::sync();

@@ -8,5 +8,7 @@ pub mod compat;
 pub mod guard;
 pub mod ldcache;
 pub mod links;
+pub mod node;
 pub mod rootfs;
+pub mod running;
 pub mod state;

@@ -10,20 +10,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use ledger::{ShareState, Shares};
 use oci_hooks::{
     compat::{
-        Severity, archive,
-        check::{self, Limits, Node, Report, Verdict},
+        Finding, Severity, archive,
+        check::{self, Limits, Node, Report, Seen, Verdict},
         cuda::Driver,
+        files::Files,
         start::Command,
     },
+    node,
     rootfs::Rootfs,
+    running::Running,
 };
+use serde::Serialize;
 use vcuda_config::NodeFile;
 
-/// Says whether an image can run with a share of a GPU, from its files alone.
+/// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
 ///
 /// Exit codes: 0 it fits; 1 it does not; 2 it could not be told, and standard error or the report says why.
 #[derive(Parser)]
@@ -35,12 +40,14 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum What {
-    /// Check a root folder: an unpacked image, a container's root, a chroot.
+    /// Check a root folder: an unpacked image, a chroot.
     Rootfs {
         /// The folder.
         dir: PathBuf,
         #[command(flatten)]
         started: Started,
+        #[command(flatten)]
+        against: Against,
         #[command(flatten)]
         common: Common,
     },
@@ -49,6 +56,49 @@ enum What {
     Image {
         /// The file.
         file: PathBuf,
+        #[command(flatten)]
+        against: Against,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check a container that runs on this node, by its ID or the beginning of it.
+    Container {
+        /// The ID.
+        id: String,
+        #[command(flatten)]
+        containerd: Containerd,
+        #[command(flatten)]
+        against: Against,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check this node: driver, containerd's settings, what is installed.
+    Node {
+        /// containerd's program, which is asked for its settings.
+        #[arg(long, value_name = "FILE", default_value = "containerd")]
+        containerd: PathBuf,
+        /// Its configuration, where it is not the usual one.
+        #[arg(long, value_name = "FILE")]
+        containerd_config: Option<PathBuf>,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check many images against many drivers: which workloads a new driver would break.
+    Matrix {
+        /// A file with one root folder or image file a line; # begins a comment.
+        #[arg(long, value_name = "FILE")]
+        list: Option<PathBuf>,
+        /// All containers with a share that run on this node, as its ledger has them.
+        #[arg(long)]
+        running: bool,
+        /// Root of a driver, or a folder of its libraries; may be given more than once. Default: this node's.
+        #[arg(long, value_name = "DIR")]
+        driver: Vec<PathBuf>,
+        /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
+        #[arg(long, value_name = "FILE")]
+        shim: Option<PathBuf>,
+        #[command(flatten)]
+        containerd: Containerd,
         #[command(flatten)]
         common: Common,
     },
@@ -68,13 +118,28 @@ struct Started {
 }
 
 #[derive(Args)]
-struct Common {
-    /// Root of the driver to check against. Default: the node file's driverRoot, where a driver is there.
+struct Against {
+    /// Root of the driver to check against, or the folder of its libraries. Default: the node file's driverRoot,
+    /// where a driver is there.
     #[arg(long, value_name = "DIR")]
     driver: Option<PathBuf>,
     /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
     #[arg(long, value_name = "FILE")]
     shim: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct Containerd {
+    /// containerd's state folder.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    containerd_state: PathBuf,
+    /// containerd's namespace; Kubernetes has its own.
+    #[arg(long, value_name = "NAME", default_value = "k8s.io")]
+    namespace: String,
+}
+
+#[derive(Args)]
+struct Common {
     /// The node file.
     #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
     config: PathBuf,
@@ -108,23 +173,139 @@ fn main() -> ExitCode {
 }
 
 fn run(what: &What) -> Result<Verdict> {
+    let limits = Limits::default();
     match what {
-        What::Rootfs { dir, started, common } => {
-            let node = node(common)?;
-            let dir = std::path::absolute(dir).context("the folder's path cannot be completed")?;
-            let rootfs = Rootfs::open(&dir)?;
-            let report =
-                check::rootfs(&rootfs, &started.command(), &node, Limits::default(), &mut progress())?;
-            print(&report, common.output)?;
+        What::Rootfs { dir, started, against, common } => {
+            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
+            let seen = see_folder(dir, started.command())?;
+            answer(&seen.report(&node), common.output)
+        }
+        What::Image { file, against, common } => {
+            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
+            answer(&see_archive(file)?.report(&node), common.output)
+        }
+        What::Container { id, containerd, against, common } => {
+            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
+            let running = Running::find(&containerd.containerd_state, &containerd.namespace, id)?;
+            let subject = format!("container {}", running.id);
+            let seen = check::rootfs(running.rootfs()?, subject, running.command, limits, &mut progress())?;
+            answer(&seen.report(&node), common.output)
+        }
+        What::Node { containerd, containerd_config, common } => {
+            let report = node::check(&common.load()?, containerd, containerd_config.as_deref());
+            output(&report, common.output, print::node)?;
             Ok(report.verdict)
         }
-        What::Image { file, common } => {
-            let node = node(common)?;
-            let report = archive::check(file, &node, archive::Limits::default(), &mut progress())
-                .with_context(|| file.display().to_string())?;
-            print(&report, common.output)?;
-            Ok(report.verdict)
+        What::Matrix { list, running, driver, shim, containerd, common } => {
+            let file = common.load()?;
+            let nodes: Vec<Node> = if driver.is_empty() {
+                vec![node(&file, shim.as_deref(), None)?]
+            } else {
+                let of = |driver: &PathBuf| node(&file, shim.as_deref(), Some(driver));
+                driver.iter().map(of).collect::<Result<_>>()?
+            };
+            let rows = matrix(list.as_deref(), running.then_some((&file, containerd)), &nodes)?;
+            output(&rows, common.output, |rows| print::matrix(rows, &nodes))?;
+            let of = |row: &Row| worst(row.reports.iter().map(|report| report.verdict));
+            let unless_error = |row: &Row| if row.error.is_some() { Verdict::Unknown } else { of(row) };
+            Ok(worst(rows.iter().map(unless_error)))
         }
+    }
+}
+
+fn answer(report: &Report, format: Output) -> Result<Verdict> {
+    output(report, format, print::image)?;
+    Ok(report.verdict)
+}
+
+/// Does not fit, if one does not; else open, if one is.
+fn worst(verdicts: impl Iterator<Item = Verdict>) -> Verdict {
+    verdicts.fold(Verdict::Fits, |worst, verdict| match (worst, verdict) {
+        (Verdict::DoesNotFit, _) | (_, Verdict::DoesNotFit) => Verdict::DoesNotFit,
+        (Verdict::Unknown, _) | (_, Verdict::Unknown) => Verdict::Unknown,
+        (Verdict::Fits, Verdict::Fits) => Verdict::Fits,
+    })
+}
+
+fn see_folder(dir: &Path, command: Command) -> Result<Seen<Rootfs>> {
+    let dir = std::path::absolute(dir).context("the folder's path cannot be completed")?;
+    let subject = dir.display().to_string();
+    Ok(check::rootfs(Rootfs::open(&dir)?, subject, command, Limits::default(), &mut progress())?)
+}
+
+fn see_archive(file: &Path) -> Result<Seen<archive::Tree>> {
+    archive::see(file, archive::Limits::default(), &mut progress())
+        .with_context(|| file.display().to_string())
+}
+
+/// One image of a matrix: a report for each driver, or why there is none.
+#[derive(Serialize)]
+struct Row {
+    subject: String,
+    reports: Vec<Report>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+fn matrix(
+    list: Option<&Path>,
+    running: Option<(&NodeFile, &Containerd)>,
+    nodes: &[Node],
+) -> Result<Vec<Row>> {
+    if list.is_none() && running.is_none() {
+        bail!("nothing to check; give --list, or --running");
+    }
+    let mut rows = Vec::new();
+    if let Some(list) = list {
+        let text = std::fs::read_to_string(list).with_context(|| list.display().to_string())?;
+        let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        for line in lines {
+            let path = Path::new(line);
+            rows.push(if path.is_dir() {
+                row(line.to_owned(), see_folder(path, Command::default()), nodes)
+            } else {
+                row(line.to_owned(), see_archive(path), nodes)
+            });
+        }
+    }
+    if let Some((file, containerd)) = running {
+        let shares = Shares::read(&file.paths.shares())?;
+        for record in shares.records.values().filter(|record| record.state == ShareState::Running) {
+            let subject = format!(
+                "pod {}/{}, container {}",
+                record.pod.namespace, record.pod.name, record.container.name
+            );
+            let see = || {
+                let found =
+                    Running::find(&containerd.containerd_state, &containerd.namespace, &record.container.id)?;
+                let (root, limits) = (found.rootfs()?, Limits::default());
+                Ok(check::rootfs(root, subject.clone(), found.command, limits, &mut progress())?)
+            };
+            rows.push(row(subject.clone(), see(), nodes));
+        }
+        rows.extend(shares.unreadable.iter().map(|share| Row {
+            subject: format!("share {}", share.name),
+            reports: Vec::new(),
+            error: Some(share.to_string()),
+        }));
+    }
+    Ok(rows)
+}
+
+/// One that cannot be looked at is no reason not to look at the others.
+fn row<F: Files>(subject: String, seen: Result<Seen<F>>, nodes: &[Node]) -> Row {
+    match seen {
+        Ok(seen) => {
+            let reports = nodes.iter().map(|node| seen.report(node)).collect();
+            Row { subject, reports, error: None }
+        }
+        Err(error) => Row { subject, reports: Vec::new(), error: Some(format!("{error:#}")) },
+    }
+}
+
+impl Common {
+    fn load(&self) -> Result<NodeFile> {
+        Ok(NodeFile::load_or_default(&self.config)?)
     }
 }
 
@@ -134,16 +315,14 @@ impl Started {
     }
 }
 
-fn node(common: &Common) -> Result<Node> {
-    let file = NodeFile::load_or_default(&common.config)?;
-    let shim = common.shim.clone().unwrap_or_else(|| file.paths.shim());
-    let mut node = match Node::with_shim(&shim) {
+fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>) -> Result<Node> {
+    let mut node = match Node::with_shim(shim.unwrap_or(&file.paths.shim())) {
         Ok(node) => node,
         // Asked for by name, it must be there.
-        Err(trouble) if common.shim.is_some() => return Err(trouble.into()),
+        Err(trouble) if shim.is_some() => return Err(trouble.into()),
         Err(_) => Node::without_shim(),
     };
-    node.driver = match &common.driver {
+    node.driver = match driver {
         Some(root) => Some(Driver::find(root, None)?),
         None => Driver::find(&file.paths.driver_root, None).ok(),
     };
@@ -161,57 +340,105 @@ fn progress() -> impl FnMut(u64) {
     }
 }
 
-fn print(report: &Report, output: Output) -> Result<()> {
+fn output<T: Serialize>(what: &T, format: Output, text: impl FnOnce(&T) -> String) -> Result<()> {
     let mut out = io::stdout().lock();
-    match output {
+    match format {
         Output::Json => {
-            serde_json::to_writer_pretty(&mut out, report)?;
+            serde_json::to_writer_pretty(&mut out, what)?;
             writeln!(out)?;
         }
-        Output::Text => out.write_all(text(report).as_bytes())?,
+        Output::Text => out.write_all(text(what).as_bytes())?,
     }
     Ok(())
 }
 
-fn text(report: &Report) -> String {
-    let mut text = String::new();
-    let verdict = match report.verdict {
-        Verdict::Fits => "fits",
-        Verdict::DoesNotFit => "does not fit",
-        Verdict::Unknown => "could not be told",
-    };
-    let driver = match (&report.driver, &report.driver_cuda) {
-        (Some(version), Some(cuda)) => format!("driver {version} (CUDA {cuda})"),
-        _ => "no driver known".into(),
-    };
-    let runtimes = if report.runtimes.is_empty() { "none".into() } else { report.runtimes.join(", ") };
-    text.push_str(&format!("{}: {verdict}\n", report.subject));
-    text.push_str(&format!(
-        "against {driver}, a shim for glibc {} and newer; CUDA runtimes in it: {runtimes}\n",
-        report.shim_glibc
-    ));
-    text.push_str(&format!(
-        "{} files seen, {} programs and libraries, {} MiB\n",
-        report.files,
-        report.elf,
-        report.bytes >> 20
-    ));
-    if let Some(incomplete) = &report.incomplete {
-        text.push_str(&format!("not seen whole: {incomplete}\n"));
+/// Reports as text for people.
+mod print {
+    use super::{Finding, Node, Path, Report, Row, Severity, Verdict};
+    use oci_hooks::node::NodeReport;
+
+    pub(super) fn image(report: &Report) -> String {
+        let driver = driver(report.driver.as_deref(), report.driver_cuda.as_deref());
+        let runtimes = if report.runtimes.is_empty() { "none".into() } else { report.runtimes.join(", ") };
+        let mut text = format!(
+            "{}: {}\nagainst {driver}, a shim for glibc {} and newer; CUDA runtimes in it: {runtimes}\n\
+             {} files seen, {} programs and libraries, {} MiB\n",
+            report.subject,
+            word(report.verdict),
+            report.shim_glibc,
+            report.files,
+            report.elf,
+            report.bytes >> 20
+        );
+        if let Some(incomplete) = &report.incomplete {
+            text.push_str(&format!("not seen whole: {incomplete}\n"));
+        }
+        text + &findings(&report.findings)
     }
-    for finding in &report.findings {
-        let severity = match finding.severity {
-            Severity::Refuse => "REFUSED",
-            Severity::Warn => "warning",
-            Severity::Info => "note",
-        };
-        let file = finding.file.as_deref().map(Path::display);
-        let file = file.map(|file| format!("  {file}")).unwrap_or_default();
-        text.push_str(&format!("\n{severity}  {}{file}\n", finding.id));
-        text.push_str(&format!(
-            "  what  {}\n  why   {}\n  do    {}\n",
-            finding.what, finding.why, finding.remedy
-        ));
+
+    pub(super) fn node(report: &NodeReport) -> String {
+        let driver = driver(report.driver.as_deref(), report.driver_cuda.as_deref());
+        let containerd = report.containerd.as_deref().unwrap_or("unknown");
+        format!(
+            "this node: {}\n{driver}, {} GPUs on offer, containerd {containerd}\n{}",
+            word(report.verdict),
+            report.gpus,
+            findings(&report.findings)
+        )
     }
-    text
+
+    pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
+        let mut text = String::new();
+        for row in rows {
+            text.push_str(&format!("{}\n", row.subject));
+            if let Some(error) = &row.error {
+                text.push_str(&format!("  could not be told: {error}\n"));
+            }
+            for (node, report) in nodes.iter().zip(&row.reports) {
+                let driver = node.driver.as_ref().map_or("no driver", |driver| &driver.version);
+                let ids: Vec<&str> = report
+                    .findings
+                    .iter()
+                    .filter(|finding| finding.severity > Severity::Info)
+                    .map(|finding| finding.id)
+                    .collect();
+                text.push_str(&format!("  {driver:<16}  {:<17}  {}\n", word(report.verdict), ids.join(", ")));
+            }
+        }
+        text
+    }
+
+    fn word(verdict: Verdict) -> &'static str {
+        match verdict {
+            Verdict::Fits => "fits",
+            Verdict::DoesNotFit => "does not fit",
+            Verdict::Unknown => "could not be told",
+        }
+    }
+
+    fn driver(version: Option<&str>, cuda: Option<&str>) -> String {
+        match (version, cuda) {
+            (Some(version), Some(cuda)) => format!("driver {version} (CUDA {cuda})"),
+            _ => "no driver known".into(),
+        }
+    }
+
+    fn findings(findings: &[Finding]) -> String {
+        let mut text = String::new();
+        for finding in findings {
+            let severity = match finding.severity {
+                Severity::Refuse => "REFUSED",
+                Severity::Warn => "warning",
+                Severity::Info => "note",
+            };
+            let file = finding.file.as_deref().map(Path::display);
+            let file = file.map(|file| format!("  {file}")).unwrap_or_default();
+            text.push_str(&format!("\n{severity}  {}{file}\n", finding.id));
+            text.push_str(&format!(
+                "  what  {}\n  why   {}\n  do    {}\n",
+                finding.what, finding.why, finding.remedy
+            ));
+        }
+        text
+    }
 }

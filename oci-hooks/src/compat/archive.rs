@@ -19,7 +19,7 @@ use std::{
 use thiserror::Error;
 
 use super::{
-    check::{self, Node, Report, Verdict},
+    check::{Seen, Unseen},
     start::Command,
     survey::Survey,
 };
@@ -46,7 +46,7 @@ impl Default for Limits {
 #[derive(Debug, Error)]
 pub enum ArchiveError {
     /// It cannot be read.
-    #[error("cannot be read: {0}")]
+    #[error("cannot be read")]
     Read(#[from] io::Error),
     /// It is compressed as a whole.
     #[error("it is compressed; decompress it first, its layers may stay as they are")]
@@ -64,44 +64,33 @@ pub enum ArchiveError {
     TooLarge(&'static str),
 }
 
-/// Checks the image in the archive at `path`. `progress` is told how many entries were seen, now and then.
+/// Looks at all of the image in the archive at `path`. `progress` is told how many entries were seen, now and then.
 ///
 /// # Errors
 /// See [`ArchiveError`].
-pub fn check(
-    path: &Path,
-    node: &Node,
-    limits: Limits,
-    progress: &mut dyn FnMut(u64),
-) -> Result<Report, ArchiveError> {
+pub fn see(path: &Path, limits: Limits, progress: &mut dyn FnMut(u64)) -> Result<Seen<Tree>, ArchiveError> {
     let file = File::open(path)?;
     let image = index::Image::open(&file)?;
     let mut tree = Tree::default();
     let meter = Meter::new(limits, progress);
-    let mut incomplete = None;
+    let mut unseen = Unseen::None;
     for part in &image.layers {
         match layer::read(&file, part, &meter) {
             Ok(layer) => tree.apply(layer),
             Err(error) => {
-                incomplete = Some(format!("layer {} cannot be read: {error}", part.name));
+                // A later layer may bring what is missing so far, and take away what is there.
+                unseen = Unseen::Most(format!("layer {} cannot be read: {error}", part.name));
                 break;
             }
         }
     }
-    let unread = incomplete.is_some();
-    if let Some(refused) = tree.refused() {
-        incomplete.get_or_insert(refused);
+    if let (Unseen::None, Some(refused)) = (&unseen, tree.refused()) {
+        unseen = Unseen::Some(refused);
     }
     let mut survey = Survey::default();
     tree.each(&mut |path, facts| survey.take(path, facts));
     let command = Command { args: image.args, env: image.env, cwd: image.cwd };
-    let mut report = check::report(&tree, path.display().to_string(), &command, node, &survey, incomplete);
-    if unread {
-        // A later layer may bring what is missing so far, and take away what is there.
-        report.verdict = Verdict::Unknown;
-        report.findings.clear();
-    }
-    Ok(report)
+    Ok(Seen::new(tree, path.display().to_string(), command, survey, unseen))
 }
 
 /// Counts what was read, and says when it is enough.

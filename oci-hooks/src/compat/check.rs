@@ -18,7 +18,7 @@ use super::{
     start::{self, Command, Shim},
     survey::{Against, Survey},
 };
-use crate::rootfs::Rootfs;
+use crate::rootfs::{Entry, Rootfs};
 
 /// What an image is checked against.
 #[derive(Clone, Debug)]
@@ -109,53 +109,133 @@ impl Node {
     }
 }
 
-/// Checks the root folder `rootfs` whole. `progress` is told how many files were seen, now and then.
+/// What was seen of an image, to be judged against any number of nodes.
+pub struct Seen<F> {
+    /// Its files.
+    pub files: F,
+    /// What was checked.
+    pub subject: String,
+    /// What it starts.
+    pub command: Command,
+    survey: Survey,
+    unseen: Unseen,
+}
+
+/// What was not seen of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Unseen {
+    /// Nothing.
+    None,
+    /// Some files; a single one can still be looked at by its path.
+    Some(String),
+    /// So much that nothing can be said of what is there and what is missing.
+    Most(String),
+}
+
+impl<F: Files> Seen<F> {
+    pub(super) fn new(files: F, subject: String, command: Command, survey: Survey, unseen: Unseen) -> Self {
+        Self { files, subject, command, survey, unseen }
+    }
+
+    /// Says what it means on `node`.
+    pub fn report(&self, node: &Node) -> Report {
+        let (mut incomplete, most) = match &self.unseen {
+            Unseen::None => (None, false),
+            Unseen::Some(reason) => (Some(reason.clone()), false),
+            Unseen::Most(reason) => (Some(reason.clone()), true),
+        };
+        let mut findings = Vec::new();
+        if !most {
+            match start::judge(&self.files, &self.command, node.shim) {
+                Ok(found) => findings = found,
+                Err(Trouble(reason)) => {
+                    incomplete.get_or_insert(reason);
+                }
+            }
+            let driver = node.driver.as_ref();
+            let against = Against { driver, covered: &node.covered, machine: node.shim.machine };
+            findings.extend(self.survey.judge(against));
+            findings.extend(loaded_first(&self.files, &self.command, node));
+        }
+        findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+        self.verdict(node, findings, incomplete)
+    }
+
+    fn verdict(&self, node: &Node, findings: Vec<Finding>, incomplete: Option<String>) -> Report {
+        let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
+        let verdict = match (&incomplete, refused) {
+            (_, true) => Verdict::DoesNotFit,
+            (Some(_), false) => Verdict::Unknown,
+            (None, false) if node.driver.is_none() && self.survey.has_cuda() => Verdict::Unknown,
+            (None, false) => Verdict::Fits,
+        };
+        let mut runtimes: Vec<_> = self.survey.runtimes().map(|(_, cuda)| cuda).collect();
+        runtimes.sort_unstable();
+        runtimes.dedup();
+        Report {
+            subject: self.subject.clone(),
+            verdict,
+            driver: node.driver.as_ref().map(|driver| driver.version.clone()),
+            driver_cuda: node.driver.as_ref().map(|driver| driver.cuda.to_string()),
+            shim_glibc: node.shim.glibc.to_string(),
+            runtimes: runtimes.iter().map(ToString::to_string).collect(),
+            findings,
+            files: self.survey.files,
+            elf: self.survey.elf,
+            bytes: self.survey.bytes,
+            incomplete,
+        }
+    }
+}
+
+/// Looks at all of the root folder `rootfs`, from which `command` is started. `progress` is told how many files were
+/// seen, now and then.
 ///
 /// # Errors
 /// The root cannot be read at all.
 pub fn rootfs(
-    rootfs: &Rootfs,
-    command: &Command,
-    node: &Node,
+    rootfs: Rootfs,
+    subject: String,
+    command: Command,
     limits: Limits,
     progress: &mut dyn FnMut(u64),
-) -> Result<Report, Trouble> {
+) -> Result<Seen<Rootfs>, Trouble> {
     let start = Instant::now();
     let mut survey = Survey::default();
-    let mut incomplete = None;
-    let mut visit = |entry: &crate::rootfs::Entry<'_>| {
-        if !may_be_elf(entry.path) {
-            survey.pass_by();
-        } else {
-            match entry.open() {
-                Ok(file) => match Facts::of(&file, Depth::Symbols) {
-                    Ok(facts) => survey.take(entry.path, &facts),
-                    Err(Trouble(reason)) => survey.take_unreadable(entry.path, reason),
-                },
-                Err(reason) => survey.take_unreadable(entry.path, reason.to_string()),
-            }
-        }
-        if survey.files % 256 == 0 {
+    let mut cut = false;
+    let mut visit = |entry: &Entry<'_>| {
+        take(&mut survey, entry);
+        if survey.files.is_multiple_of(256) {
             progress(survey.files);
             if survey.files >= limits.files || start.elapsed() > limits.time {
-                incomplete = Some(format!(
-                    "it has more than {} files, or takes more than {} s",
-                    limits.files,
-                    limits.time.as_secs()
-                ));
+                cut = true;
                 return ControlFlow::Break(());
             }
         }
         ControlFlow::Continue(())
     };
-    let unseen = rootfs.walk(&mut visit)?;
-    if incomplete.is_none() && unseen.unreadable + unseen.too_deep > 0 {
-        incomplete = Some(format!(
-            "{} of its folders cannot be read, {} lie too deep",
-            unseen.unreadable, unseen.too_deep
-        ));
+    let left = rootfs.walk(&mut visit)?;
+    let unseen = if cut {
+        let (files, time) = (limits.files, limits.time.as_secs());
+        Unseen::Some(format!("it has more than {files} files, or takes more than {time} s"))
+    } else if left.unreadable + left.too_deep > 0 {
+        let (unreadable, too_deep) = (left.unreadable, left.too_deep);
+        Unseen::Some(format!("{unreadable} of its folders cannot be read, {too_deep} lie too deep"))
+    } else {
+        Unseen::None
+    };
+    Ok(Seen::new(rootfs, subject, command, survey, unseen))
+}
+
+fn take(survey: &mut Survey, entry: &Entry<'_>) {
+    if !may_be_elf(entry.path) {
+        return survey.pass_by();
     }
-    Ok(report(rootfs, rootfs.path().display().to_string(), command, node, &survey, incomplete))
+    let facts = entry.open().map_err(|reason| reason.to_string());
+    match facts.and_then(|file| Facts::of(&file, Depth::Symbols).map_err(|Trouble(reason)| reason)) {
+        Ok(facts) => survey.take(entry.path, &facts),
+        Err(reason) => survey.take_unreadable(entry.path, reason),
+    }
 }
 
 /// Whether a file's name lets it be a program or library. Most files of an image are text by their name; to open
@@ -175,53 +255,6 @@ const TEXT_OR_DATA: &[&str] = &[
     "woff", "woff2", "afm", "pdf", "gz", "xz", "bz2", "zst", "zip", "whl", "jar", "tgz", "npy", "npz", "parquet", "pt",
     "safetensors", "onnx", "pem", "crt", "service", "timer", "socket", "rules",
 ];
-
-/// Puts together what is known of an image whose files were all taken into `survey`.
-pub fn report<F: Files + ?Sized>(
-    files: &F,
-    subject: String,
-    command: &Command,
-    node: &Node,
-    survey: &Survey,
-    mut incomplete: Option<String>,
-) -> Report {
-    let mut findings = match start::judge(files, command, node.shim) {
-        Ok(findings) => findings,
-        Err(Trouble(reason)) => {
-            incomplete.get_or_insert(reason);
-            Vec::new()
-        }
-    };
-    let against =
-        Against { driver: node.driver.as_ref(), covered: &node.covered, machine: node.shim.machine };
-    findings.extend(survey.judge(against));
-    findings.extend(loaded_first(files, command, node));
-    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
-
-    let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
-    let verdict = match (&incomplete, refused) {
-        (_, true) => Verdict::DoesNotFit,
-        (Some(_), false) => Verdict::Unknown,
-        (None, false) if node.driver.is_none() && survey.has_cuda() => Verdict::Unknown,
-        (None, false) => Verdict::Fits,
-    };
-    let mut runtimes: Vec<_> = survey.runtimes().map(|(_, cuda)| cuda).collect();
-    runtimes.sort_unstable();
-    runtimes.dedup();
-    Report {
-        subject,
-        verdict,
-        driver: node.driver.as_ref().map(|driver| driver.version.clone()),
-        driver_cuda: node.driver.as_ref().map(|driver| driver.cuda.to_string()),
-        shim_glibc: node.shim.glibc.to_string(),
-        runtimes: runtimes.iter().map(ToString::to_string).collect(),
-        findings,
-        files: survey.files,
-        elf: survey.elf,
-        bytes: survey.bytes,
-        incomplete,
-    }
-}
 
 /// What decides who is loaded first.
 fn loaded_first<F: Files + ?Sized>(files: &F, command: &Command, node: &Node) -> Vec<Finding> {

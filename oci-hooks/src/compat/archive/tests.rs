@@ -4,7 +4,10 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::compat::elf_maker::Maker;
+use crate::compat::{
+    check::{Node, Report, Verdict},
+    elf_maker::Maker,
+};
 
 /// A tar file in the making.
 struct Tar(tar::Builder<Vec<u8>>);
@@ -118,7 +121,7 @@ impl Archive {
     }
 
     fn check_within(&self, limits: Limits) -> Result<Report, ArchiveError> {
-        check(&self.path(), &Node::without_shim(), limits, &mut |_| {})
+        Ok(see(&self.path(), limits, &mut |_| {})?.report(&Node::without_shim()))
     }
 
     fn ids(&self) -> (Verdict, Vec<&'static str>) {
@@ -248,7 +251,7 @@ fn what_is_no_image_is_told_with_the_remedy() {
     let error = |bytes: &[u8]| {
         let path = folder.path().join("x");
         std::fs::write(&path, bytes).unwrap();
-        check(&path, &Node::without_shim(), Limits::default(), &mut |_| {}).unwrap_err().to_string()
+        see(&path, Limits::default(), &mut |_| {}).err().unwrap().to_string()
     };
     assert!(error(&gzip(b"x")).contains("decompress it first"));
     assert!(error(&base().done()).contains("docker save"));

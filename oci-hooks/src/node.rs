@@ -1,0 +1,433 @@
+//! Whether this node is fit for GPU shares: its driver, containerd's settings, what is installed and who may change
+//! it, the specification that containers are given. It reads what each part reads, and asks containerd's own
+//! program for its settings as it understands them. It changes nothing and talks to no socket.
+
+mod containerd;
+
+use std::{
+    fs, io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use ledger::Inventory;
+use serde::{Deserialize, Serialize};
+use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, NodeFile, Paths};
+
+use crate::compat::{
+    Finding, Severity,
+    check::Verdict,
+    cuda::{Covered, Driver, function},
+    elf::{Depth, Version},
+    files::{Trouble, host_file, host_read},
+};
+
+pub use containerd::Settings;
+
+/// Oldest glibc that the shim may need, so that images of ten years can run under it.
+const GLIBC_FLOOR: Version = Version(2, 17, 0);
+
+/// A specification has a few KiB.
+const MAX_SPEC_BYTES: u64 = 4 << 20;
+
+/// Names that a finding shows.
+const SHOWN: usize = 8;
+
+/// What was found about a node.
+#[derive(Clone, Debug, Serialize)]
+pub struct NodeReport {
+    /// Whether containers with shares can run.
+    pub verdict: Verdict,
+    /// Version of the driver.
+    pub driver: Option<String>,
+    /// Newest CUDA that it serves.
+    pub driver_cuda: Option<String>,
+    /// Version of containerd.
+    pub containerd: Option<String>,
+    /// GPUs on offer.
+    pub gpus: usize,
+    /// What was found, the worst first.
+    pub findings: Vec<Finding>,
+}
+
+/// The part of a CDI specification that is looked at.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Spec {
+    kind: String,
+    #[serde(default)]
+    devices: Vec<Device>,
+    #[serde(default)]
+    container_edits: Edits,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Device {
+    name: String,
+    #[serde(default)]
+    container_edits: Edits,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct Edits {
+    mounts: Vec<Mount>,
+    hooks: Vec<Hook>,
+    device_nodes: Vec<serde_json::Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Mount {
+    host_path: PathBuf,
+}
+
+#[derive(Deserialize)]
+struct Hook {
+    path: PathBuf,
+    #[serde(default)]
+    args: Vec<String>,
+    #[serde(default)]
+    env: Vec<String>,
+}
+
+/// Looks at the node that `file` describes. `containerd` is the program to ask, with its configuration file where
+/// it is not the usual one.
+pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path>) -> NodeReport {
+    let paths = &file.paths;
+    let mut findings = Vec::new();
+    let mut unknown = false;
+
+    let driver = match Driver::find(&paths.driver_root, None) {
+        Ok(driver) => Some(driver),
+        Err(Trouble(reason)) => {
+            findings.push(Finding::refuse(
+                "driver-missing",
+                reason,
+                "without it no container can use a GPU",
+                "install the driver, or name its root as paths.driverRoot in the node file",
+            ));
+            None
+        }
+    };
+    check_shim(paths, driver.as_ref(), &mut findings);
+    check_hook(paths, &mut findings);
+    check_owners(paths, &mut findings);
+    check_spec(paths, &mut findings);
+    let gpus = check_inventory(paths, &mut findings);
+    let settings = containerd::ask(containerd, containerd_config);
+    let version = match &settings {
+        Ok(settings) => {
+            settings.judge(paths, &mut findings);
+            Some(settings.version.clone())
+        }
+        Err(reason) => {
+            unknown = true;
+            findings.push(Finding::warn(
+                "containerd-unknown",
+                format!("containerd's settings cannot be told: {reason}"),
+                "whether CDI and NRI are on is left open",
+                "name its program with --containerd and its configuration with --containerd-config",
+            ));
+            None
+        }
+    };
+    check_sockets(paths, &mut findings);
+
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    let verdict = if findings.iter().any(|finding| finding.severity == Severity::Refuse) {
+        Verdict::DoesNotFit
+    } else if unknown {
+        Verdict::Unknown
+    } else {
+        Verdict::Fits
+    };
+    NodeReport {
+        verdict,
+        driver: driver.as_ref().map(|driver| driver.version.clone()),
+        driver_cuda: driver.as_ref().map(|driver| driver.cuda.to_string()),
+        containerd: version,
+        gpus,
+        findings,
+    }
+}
+
+fn check_shim(paths: &Paths, driver: Option<&Driver>, findings: &mut Vec<Finding>) {
+    let path = paths.shim();
+    let facts = match host_file(&path, Depth::Symbols) {
+        Ok(facts) => facts,
+        Err(Trouble(reason)) => {
+            return findings.push(
+                Finding::refuse(
+                    "shim-missing",
+                    reason,
+                    "no share can be enforced without it",
+                    "install vcuda on this node, or correct paths.install in the node file",
+                )
+                .at(&path),
+            );
+        }
+    };
+    let Some(elf) = facts.elf() else {
+        return findings.push(
+            Finding::refuse(
+                "shim-broken",
+                "it is no library",
+                "no share can be enforced",
+                "install vcuda again",
+            )
+            .at(&path),
+        );
+    };
+    if let Some(needed) = elf.newest_needed("GLIBC_").filter(|needed| *needed > GLIBC_FLOOR) {
+        findings.push(
+            Finding::warn(
+                "shim-glibc",
+                format!("it needs glibc {needed}"),
+                "images with an older one are refused",
+                format!("build it for glibc {GLIBC_FLOOR} with vcuda-preload/build.sh"),
+            )
+            .at(&path),
+        );
+    }
+    let Some(driver) = driver else { return };
+    let covered = Covered::of(&facts);
+    let new: Vec<&String> = driver
+        .exports
+        .iter()
+        .filter(|name| function(name).is_none() && name.starts_with("cu") && !name.starts_with("cudbg"))
+        .filter(|name| !covered.0.contains(*name))
+        .collect();
+    if new.is_empty() {
+        return;
+    }
+    // A guess by the name, to say how pressing it is.
+    let takes =
+        |name: &&&String| ["Alloc", "Create", "Reserve", "Import"].iter().any(|part| name.contains(part));
+    let launches = |name: &&&String| name.contains("Launch");
+    let (memory, launch) = (new.iter().filter(takes).count(), new.iter().filter(launches).count());
+    let names = new.iter().take(SHOWN).map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
+    let what = format!(
+        "driver {} has {} functions that this version does not know: {names}{}",
+        driver.version,
+        new.len(),
+        if new.len() > SHOWN { ", …" } else { "" }
+    );
+    let why = "they are passed through; those that take memory or launch work are not counted";
+    let remedy = format!(
+        "install a newer version of vcuda; {memory} may take memory, {launch} may launch, by their names"
+    );
+    let severity = if memory + launch > 0 { Severity::Warn } else { Severity::Info };
+    findings.push(Finding::new(severity, "driver-newer-than-shim", what, why, remedy).at(&path));
+}
+
+fn check_hook(paths: &Paths, findings: &mut Vec<Finding>) {
+    let path = paths.hook();
+    match host_file(&path, Depth::Linking) {
+        Err(Trouble(reason)) => findings.push(
+            Finding::refuse(
+                "hook-missing",
+                reason,
+                "containers with shares do not start",
+                "install vcuda on this node, or correct paths.install in the node file",
+            )
+            .at(&path),
+        ),
+        Ok(facts) => {
+            if !facts.elf().is_some_and(crate::compat::elf::Elf::is_static) {
+                findings.push(
+                    Finding::warn(
+                        "hook-dynamic",
+                        "it is no static program",
+                        "a loader's environment could reach into it (CVE-2025-23266)",
+                        "build it with -C target-feature=+crt-static",
+                    )
+                    .at(&path),
+                );
+            }
+            if facts.mode & 0o111 == 0 {
+                findings.push(
+                    Finding::refuse(
+                        "hook-not-executable",
+                        "it cannot be executed",
+                        "containers with shares do not start",
+                        "chmod 0755",
+                    )
+                    .at(&path),
+                );
+            }
+        }
+    }
+}
+
+/// Root alone may change what runs as root, or enforces: each file, and every folder above it.
+fn check_owners(paths: &Paths, findings: &mut Vec<Finding>) {
+    let mut looked_at = std::collections::BTreeSet::new();
+    for path in [paths.hook(), paths.shim(), paths.shares(), paths.cdi.clone()] {
+        for path in path.ancestors() {
+            if !looked_at.insert(path.to_owned()) {
+                continue;
+            }
+            let Ok(metadata) = fs::metadata(path) else { continue };
+            // A sticky folder such as /tmp lets nobody replace what is another's.
+            let writable = metadata.mode() & 0o022 != 0 && metadata.mode() & 0o1000 == 0;
+            if metadata.uid() != 0 || writable {
+                findings.push(
+                    Finding::refuse(
+                        "owner-unsafe",
+                        format!(
+                            "user {} or others may change it (mode {:o})",
+                            metadata.uid(),
+                            metadata.mode() & 0o7777
+                        ),
+                        "who changes it is root on this node at the next start of a container",
+                        "chown root and chmod go-w",
+                    )
+                    .at(path),
+                );
+            }
+        }
+    }
+    if let Ok(metadata) = fs::metadata(paths.shares())
+        && metadata.mode() & 0o005 != 0
+    {
+        findings.push(
+            Finding::warn(
+                "shares-readable",
+                format!("others may list it (mode {:o})", metadata.mode() & 0o7777),
+                "it says which pods have which GPUs",
+                "chmod 0711 or less",
+            )
+            .at(&paths.shares()),
+        );
+    }
+}
+
+fn check_spec(paths: &Paths, findings: &mut Vec<Finding>) {
+    let path = paths.cdi.join("tencent.com-vcuda.json");
+    let refuse = |id, what: String| {
+        Finding::refuse(
+            id,
+            what,
+            "containerd refuses containers with shares, or starts them without what they need",
+            "start vcuda-device-plugin, which writes it anew",
+        )
+        .at(&path)
+    };
+    let text = match host_read(&path, MAX_SPEC_BYTES) {
+        Ok(text) => text,
+        Err(Trouble(reason)) => return findings.push(refuse("cdi-spec-missing", reason)),
+    };
+    let spec: Spec = match serde_json::from_slice(&text) {
+        Ok(spec) => spec,
+        Err(error) => {
+            return findings.push(refuse("cdi-spec-broken", format!("no CDI specification: {error}")));
+        }
+    };
+    if spec.kind != CDI_KIND {
+        findings.push(refuse("cdi-spec-broken", format!("its kind is {:?}, not {CDI_KIND}", spec.kind)));
+    }
+    for device in [CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE] {
+        if !spec.devices.iter().any(|found| found.name == device) {
+            findings.push(refuse("cdi-spec-broken", format!("it has no device {device}")));
+        }
+    }
+    let edits = || spec.devices.iter().map(|device| &device.container_edits).chain([&spec.container_edits]);
+    if edits().any(|edits| !edits.device_nodes.is_empty()) {
+        findings.push(refuse(
+            "cdi-spec-device-nodes",
+            "it gives out device nodes, which only vcuda-nri-plugin may".into(),
+        ));
+    }
+    let lost: Vec<String> = edits()
+        .flat_map(|edits| &edits.mounts)
+        .filter(|mount| !mount.host_path.exists())
+        .map(|mount| mount.host_path.display().to_string())
+        .collect();
+    if let Some(first) = lost.first() {
+        findings.push(refuse(
+            "cdi-spec-stale",
+            format!("{} of the files that it mounts are not there, such as {first}", lost.len()),
+        ));
+    }
+    let hooks: Vec<&Hook> = edits().flat_map(|edits| &edits.hooks).collect();
+    if !hooks.iter().any(|hook| hook.args.get(1).is_some_and(|arg| arg == "guard")) {
+        findings.push(refuse("cdi-spec-unguarded", "it has no guard hook".into()));
+    }
+    if hooks.iter().any(|hook| hook.env.is_empty()) {
+        findings.push(refuse(
+            "cdi-spec-hook-env",
+            "one of its hooks has no environment of its own and inherits the image's (CVE-2025-23266)".into(),
+        ));
+    }
+    if let Some(hook) = hooks.iter().find(|hook| !hook.path.exists()) {
+        findings.push(refuse("cdi-spec-stale", format!("its hook {} is not there", hook.path.display())));
+    }
+}
+
+fn check_inventory(paths: &Paths, findings: &mut Vec<Finding>) -> usize {
+    let inventory = match Inventory::load(&paths.inventory()) {
+        Ok(inventory) => inventory,
+        Err(error) => {
+            findings.push(Finding::refuse(
+                "inventory-missing",
+                error.to_string(),
+                "vcuda-nri-plugin binds no share without it",
+                "start vcuda-device-plugin on this node",
+            ));
+            return 0;
+        }
+    };
+    if ledger::boot_id().is_ok_and(|boot| boot != inventory.boot_id) {
+        findings.push(
+            Finding::warn(
+                "inventory-old",
+                "it is from before this node's last start",
+                "GPUs may have changed since",
+                "see that vcuda-device-plugin runs",
+            )
+            .at(&paths.inventory()),
+        );
+    }
+    if inventory.gpus.is_empty() {
+        findings.push(Finding::refuse(
+            "gpus-none",
+            "no GPU is on offer",
+            "no pod with a share can run here",
+            "see `nvidia-smi -L`, and gpus.exclude in the node file",
+        ));
+    }
+    inventory.gpus.len()
+}
+
+fn check_sockets(paths: &Paths, findings: &mut Vec<Finding>) {
+    let is_socket = |path: &Path| -> io::Result<bool> { Ok(fs::metadata(path)?.file_type().is_socket()) };
+    if !is_socket(&paths.nri_socket).unwrap_or(false) {
+        findings.push(
+            Finding::refuse(
+                "nri-socket-missing",
+                "it is no socket, or not there",
+                "vcuda-nri-plugin cannot reach containerd, so no container with a share starts",
+                "turn NRI on in containerd's configuration and restart it, or correct paths.nriSocket in the node file",
+            )
+            .at(&paths.nri_socket),
+        );
+    }
+    let kubelet = paths.kubelet.join("kubelet.sock");
+    if !is_socket(&kubelet).unwrap_or(false) {
+        findings.push(
+            Finding::warn(
+                "kubelet-socket-missing",
+                "it is no socket, or not there",
+                "the node offers no shares to the cluster while kubelet is away",
+                "start kubelet, or correct paths.kubelet in the node file",
+            )
+            .at(&kubelet),
+        );
+    }
+}
+
+#[cfg(test)]
+#[path = "node/tests.rs"]
+mod tests;

@@ -1,0 +1,196 @@
+use std::os::unix::{fs::PermissionsExt, net::UnixListener};
+
+use ledger::{Driver as InventoryDriver, Gpu};
+use tempfile::TempDir;
+use vcuda_config::GpuUuid;
+
+use super::*;
+use crate::compat::elf_maker::Maker;
+
+/// A node on which all is well but containerd, which no test of this file has.
+struct Node {
+    folder: TempDir,
+    file: NodeFile,
+    /// Held open.
+    _sockets: Vec<UnixListener>,
+}
+
+impl Node {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let paths = Paths {
+            driver_root: at("driver"),
+            state: at("state"),
+            cdi: at("cdi"),
+            install: at("install"),
+            kubelet: at("kubelet"),
+            nri_socket: at("nri.sock"),
+            ..Paths::default()
+        };
+        let libcuda = Maker {
+            soname: Some("libcuda.so.1"),
+            exports: vec!["cuInit", "cuDeviceGet"],
+            ..Maker::default()
+        };
+        write(&at("driver/usr/lib64/libcuda.so.550.1"), &libcuda.make());
+        let needs = vec![("libc.so.6", vec!["GLIBC_2.17"])];
+        write(&paths.shim(), &Maker { needs, ..libcuda }.make());
+        write(&paths.hook(), &Maker::static_program().make());
+        fs::create_dir_all(paths.shares()).unwrap();
+        fs::set_permissions(paths.shares(), fs::Permissions::from_mode(0o700)).unwrap();
+        fs::create_dir_all(&paths.kubelet).unwrap();
+        let sockets = [paths.nri_socket.clone(), paths.kubelet.join("kubelet.sock")]
+            .map(|path| UnixListener::bind(path).unwrap());
+        let gpu = Gpu {
+            uuid: GpuUuid::from_bytes([1; 16]),
+            name: "x".into(),
+            minor: 0,
+            total_bytes: 1 << 30,
+            memory_units: 4,
+            numa_node: None,
+            pci_bus_id: "0".into(),
+            healthy: true,
+            device_nodes: Vec::new(),
+        };
+        let driver = InventoryDriver { version: "550.1".into(), library_dir: "/usr/lib64".into() };
+        Inventory::new(ledger::boot_id().unwrap(), driver, Vec::new(), vec![gpu])
+            .store(&paths.inventory())
+            .unwrap();
+        let node = Self { file: NodeFile { paths, ..NodeFile::default() }, folder, _sockets: sockets.into() };
+        node.spec(|_| {});
+        node
+    }
+
+    /// Writes the specification, after `change`.
+    fn spec(&self, change: impl FnOnce(&mut serde_json::Value)) {
+        let hook = self.file.paths.hook();
+        let mut spec = serde_json::json!({
+            "cdiVersion": "0.6.0",
+            "kind": CDI_KIND,
+            "devices": [
+                {"name": "share", "containerEdits": {"mounts": [{"hostPath": hook, "containerPath": "/x"}]}},
+                {"name": "whole", "containerEdits": {}},
+            ],
+            "containerEdits": {"hooks": [
+                {"hookName": "createContainer", "path": hook, "args": ["vcuda-hook", "guard"], "env": ["A=1"]},
+            ]},
+        });
+        change(&mut spec);
+        write(&self.file.paths.cdi.join("tencent.com-vcuda.json"), spec.to_string().as_bytes());
+    }
+
+    fn ids(&self) -> Vec<&'static str> {
+        let report = check(&self.file, Path::new("/no/containerd"), None);
+        report.findings.iter().map(|finding| finding.id).filter(|id| *id != "containerd-unknown").collect()
+    }
+}
+
+fn write(path: &Path, bytes: &[u8]) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, bytes).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// Files of a test belong to who runs it; the check demands root.
+fn as_root() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        eprintln!("skipped: what is checked must belong to root");
+    }
+    root
+}
+
+#[test]
+fn a_node_on_which_all_is_well_is_left_open_only_for_containerd() {
+    if as_root() {
+        let node = Node::new();
+        let report = check(&node.file, Path::new("/no/containerd"), None);
+        let ids: Vec<_> = report.findings.iter().map(|finding| finding.id).collect();
+        assert_eq!(
+            (ids.as_slice(), report.verdict, report.gpus),
+            (&["containerd-unknown"][..], Verdict::Unknown, 1)
+        );
+    }
+}
+
+#[test]
+fn whatever_is_missing_is_named() {
+    if !as_root() {
+        return;
+    }
+    let without = |remove: fn(&Node)| {
+        let node = Node::new();
+        remove(&node);
+        node.ids()
+    };
+    assert_eq!(without(|node| fs::remove_dir_all(&node.file.paths.driver_root).unwrap()), ["driver-missing"]);
+    assert_eq!(without(|node| fs::remove_file(node.file.paths.shim()).unwrap()), ["shim-missing"]);
+    assert_eq!(without(|node| fs::remove_file(node.file.paths.inventory()).unwrap()), ["inventory-missing"]);
+    assert_eq!(without(|node| fs::remove_file(&node.file.paths.nri_socket).unwrap()), ["nri-socket-missing"]);
+    assert_eq!(
+        without(|node| fs::remove_dir_all(&node.file.paths.kubelet).unwrap()),
+        ["kubelet-socket-missing"]
+    );
+    assert_eq!(without(|node| fs::remove_dir_all(&node.file.paths.cdi).unwrap()), ["cdi-spec-missing"]);
+    let ids = without(|node| fs::remove_file(node.file.paths.hook()).unwrap());
+    assert_eq!(ids, ["hook-missing", "cdi-spec-stale", "cdi-spec-stale"]);
+}
+
+#[test]
+fn a_specification_that_would_let_a_container_run_unguarded_is_refused() {
+    if !as_root() {
+        return;
+    }
+    let node = Node::new();
+    let with = |change: fn(&mut serde_json::Value)| {
+        node.spec(change);
+        node.ids()
+    };
+    assert_eq!(
+        with(|spec| spec["containerEdits"]["hooks"][0]["args"][1] = "links".into()),
+        ["cdi-spec-unguarded"]
+    );
+    assert_eq!(
+        with(|spec| spec["containerEdits"]["hooks"][0]["env"] = serde_json::json!([])),
+        ["cdi-spec-hook-env"]
+    );
+    assert_eq!(with(|spec| spec["devices"][0]["name"] = "x".into()), ["cdi-spec-broken"]);
+    assert_eq!(with(|spec| spec["kind"] = "a/b".into()), ["cdi-spec-broken"]);
+    assert_eq!(with(|spec| *spec = "x".into()), ["cdi-spec-broken"]);
+    let nodes = |spec: &mut serde_json::Value| {
+        spec["devices"][0]["containerEdits"]["deviceNodes"] = serde_json::json!([{"path": "/dev/nvidia0"}]);
+    };
+    assert_eq!(with(nodes), ["cdi-spec-device-nodes"]);
+}
+
+#[test]
+fn what_others_than_root_may_change_is_refused() {
+    if !as_root() {
+        return;
+    }
+    let node = Node::new();
+    fs::set_permissions(node.file.paths.install.join("lib"), fs::Permissions::from_mode(0o777)).unwrap();
+    assert_eq!(node.ids(), ["owner-unsafe"]);
+    fs::set_permissions(node.file.paths.install.join("lib"), fs::Permissions::from_mode(0o755)).unwrap();
+    std::os::unix::fs::chown(node.file.paths.hook(), Some(1000), None).unwrap();
+    assert_eq!(node.ids(), ["owner-unsafe"]);
+}
+
+#[test]
+fn functions_of_the_driver_that_the_shim_does_not_know_are_told() {
+    if !as_root() {
+        return;
+    }
+    let node = Node::new();
+    let newer =
+        Maker { soname: Some("libcuda.so.1"), exports: vec!["cuInit", "cuQuantumAlloc"], ..Maker::default() };
+    write(&node.folder.path().join("driver/usr/lib64/libcuda.so.550.1"), &newer.make());
+    let report = check(&node.file, Path::new("/no/containerd"), None);
+    let finding = report.findings.iter().find(|finding| finding.id == "driver-newer-than-shim").unwrap();
+    assert_eq!(finding.severity, Severity::Warn);
+    assert!(
+        finding.what.contains("cuQuantumAlloc") && finding.remedy.contains("1 may take memory"),
+        "{finding:?}"
+    );
+}
