@@ -23,7 +23,7 @@ use ledger::Policy;
 use scheduler::{
     Lead, ResourceNames, Service, Settings, Standing,
     lease::Candidate,
-    tls::{Files, TlsListener},
+    tls::{Files, REFRESH, TlsListener},
     verbs,
 };
 use tokio::{
@@ -260,7 +260,7 @@ async fn serve(
     };
     let files =
         Files { certificate: certificate.clone(), key: key.clone(), client_ca: arguments.client_ca.clone() };
-    let listener = TlsListener::new(listener, files)?;
+    let listener = TlsListener::new(listener, files, REFRESH)?;
     info!("serves kube-scheduler at https://{address}");
     Ok(tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stopped).into_future()))
 }

@@ -30,8 +30,8 @@ use tracing::{debug, info, warn};
 /// How long a caller may take to introduce itself.
 const HANDSHAKE: Duration = Duration::from_secs(10);
 
-/// How often the files are looked at.
-const REFRESH: Duration = Duration::from_secs(60);
+/// How often the files are looked at, usually.
+pub const REFRESH: Duration = Duration::from_secs(60);
 
 /// Connections that have shaken hands and are not yet served.
 const BACKLOG: usize = 64;
@@ -94,12 +94,12 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
 }
 
 impl TlsListener {
-    /// Serves TLS on `listener` with the certificates of `files`.
-    pub fn new(listener: TcpListener, files: Files) -> Result<Self> {
+    /// Serves TLS on `listener` with the certificates of `files`, which are looked at every `refresh`.
+    pub fn new(listener: TcpListener, files: Files, refresh: Duration) -> Result<Self> {
         let address = listener.local_addr()?;
         let config = Arc::new(RwLock::new(Arc::new(files.read()?)));
         let (send, ready) = mpsc::channel(BACKLOG);
-        tokio::spawn(refresh(files, config.clone(), send.clone()));
+        tokio::spawn(keep_fresh(files, refresh, config.clone(), send.clone()));
         tokio::spawn(accept(listener, config, send));
         Ok(Self { ready, address })
     }
@@ -134,13 +134,13 @@ async fn accept(listener: TcpListener, config: Shared, send: mpsc::Sender<Connec
 }
 
 /// Reads the files again and again; what cannot be read leaves things as they are.
-async fn refresh(files: Files, config: Shared, send: mpsc::Sender<Connection>) {
+async fn keep_fresh(files: Files, refresh: Duration, config: Shared, send: mpsc::Sender<Connection>) {
     let modified = |files: &Files| {
         let paths = [Some(&files.certificate), Some(&files.key), files.client_ca.as_ref()];
         paths.map(|path| path.and_then(|path| path.metadata().ok()?.modified().ok()))
     };
     let mut last = modified(&files);
-    let mut tick = interval(REFRESH);
+    let mut tick = interval(refresh);
     loop {
         tokio::select! {
             _ = tick.tick() => {}
