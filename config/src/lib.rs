@@ -14,7 +14,7 @@ mod request;
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use gpu_admission::gpu_admission_minors;
 pub use grant::{Grant, GrantError};
-pub use node_file::{GpuPolicy, NodeFile, NodeFileError, NriSettings, Paths, Resources};
+pub use node_file::{GpuPolicy, ImagePolicy, NodeFile, NodeFileError, NriSettings, Paths, Policy, Resources};
 pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
 pub use pod_placement::{PodPlacement, PodPlacementError};
 pub use request::{Request, RequestError};

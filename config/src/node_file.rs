@@ -2,6 +2,7 @@
 //! not know is an error, so that a typing mistake never turns into a default.
 
 use std::{
+    collections::BTreeMap,
     io,
     path::{Path, PathBuf},
 };
@@ -35,6 +36,9 @@ pub struct NodeFile {
     /// How the NRI plugin presents itself.
     #[serde(default)]
     pub nri: NriSettings,
+    /// What becomes of a container whose image cannot run under a share.
+    #[serde(default)]
+    pub images: ImagePolicy,
 }
 
 /// Names under which the node offers its shares.
@@ -90,6 +94,37 @@ pub struct NriSettings {
     pub name: String,
     /// Two digits that order plugins; we come late, to see what others did.
     pub index: String,
+}
+
+/// What becomes of a container with a share whose image would die under it, or run unenforced (musl, no glibc, one
+/// too old, another architecture). Whether a share is bound and mounted is not a matter of policy.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct ImagePolicy {
+    /// For all namespaces that are not named.
+    pub policy: Policy,
+    /// By namespace of the pod.
+    pub namespaces: BTreeMap<String, Policy>,
+}
+
+/// What is done about an image that does not fit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Policy {
+    /// It does not start.
+    #[default]
+    Enforce,
+    /// It starts, and the node keeps what was found (`vcuda-check list`).
+    Warn,
+    /// It starts unseen.
+    Off,
+}
+
+impl ImagePolicy {
+    /// What holds in this namespace.
+    pub fn of(&self, namespace: &str) -> Policy {
+        self.namespaces.get(namespace).copied().unwrap_or(self.policy)
+    }
 }
 
 /// Why a node file was refused.
@@ -202,6 +237,7 @@ impl Default for NodeFile {
             paths: Paths::default(),
             gpus: GpuPolicy::default(),
             nri: NriSettings::default(),
+            images: ImagePolicy::default(),
         }
     }
 }
@@ -342,6 +378,7 @@ mod tests {
             ("version: 1\nresources: {domain: UPPER}", "resources.domain"),
             ("version: 1\nresources: {core: a b}", "resources.core"),
             ("version: 1\nresources: {core: x, memory: x}", "resources"),
+            ("version: 1\nimages: {policy: maybe}", "policy"),
             ("version: 1\nnri: {index: '9'}", "nri.index"),
             ("version: 1\nnri: {name: ''}", "nri.name"),
             ("version: 1\ngpus: {exclude: [0]}", "GPU UUID"),
@@ -349,6 +386,18 @@ mod tests {
             let error = NodeFile::parse(text).unwrap_err();
             assert!(error.contains(named), "{text:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_namespace_may_have_a_policy_of_its_own() {
+        let file =
+            NodeFile::parse("version: 1\nimages: {policy: warn, namespaces: {prod: enforce, lab: 'off'}}");
+        let images = file.unwrap().images;
+        assert_eq!(
+            ["prod", "lab", "x"].map(|name| images.of(name)),
+            [Policy::Enforce, Policy::Off, Policy::Warn]
+        );
+        assert_eq!(NodeFile::default().images.of("x"), Policy::Enforce);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod mounts;
 mod preload;
 
 use std::{
+    collections::HashMap,
     io,
     path::{Path, PathBuf},
     sync::mpsc,
@@ -18,11 +19,11 @@ use std::{
     time::Duration,
 };
 
-use ledger::{Inventory, InventoryError, RecordError, ShareFolder, ShareKind, ShareName, ShareRecord};
+use ledger::{Inventory, RecordError, ShareFolder, ShareKind, ShareName, ShareRecord};
 use region::Limits;
 use serde::Deserialize;
 use thiserror::Error;
-use vcuda_config::{Paths, annotation};
+use vcuda_config::{ImagePolicy, Paths, Policy, annotation};
 
 use crate::{
     compat::{
@@ -32,6 +33,7 @@ use crate::{
         start::{self, Command, Shim},
     },
     rootfs::Rootfs,
+    verdicts,
 };
 
 pub use mounts::{Flaw, Mounted};
@@ -205,6 +207,8 @@ impl std::fmt::Display for Who {
 #[derive(Deserialize)]
 struct Config {
     process: Option<Process>,
+    #[serde(default)]
+    annotations: HashMap<String, String>,
 }
 
 #[derive(Deserialize)]
@@ -217,19 +221,27 @@ struct Process {
     cwd: PathBuf,
 }
 
+/// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
+const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
+
 /// Decides whether `container`, with its root at `rootfs`, may start, within [`TIME_LIMIT`]. `paths` are the
-/// node's. What it found and let pass is returned.
+/// node's; `images` says what becomes of an image that does not fit. What it found and let pass is returned.
 ///
 /// # Errors
 /// Why it may not start.
-pub fn run(paths: &Paths, container: &Container, rootfs: Rootfs) -> Result<Vec<Finding>, Refusal> {
-    let (paths, owned) = (paths.clone(), container.clone());
+pub fn run(
+    paths: &Paths,
+    images: &ImagePolicy,
+    container: &Container,
+    rootfs: Rootfs,
+) -> Result<Vec<Finding>, Refusal> {
+    let (paths, images, owned) = (paths.clone(), images.clone(), container.clone());
     let (answer, wait) = mpsc::sync_channel(1);
     // A read can hang in the kernel (a volume whose server is gone). The thread is left behind then; the
     // process ends right after.
     let verifier = move || {
         // Nobody listens any more after the time limit, and then nobody needs the answer.
-        let _ = answer.send(verify(&paths, &owned, &rootfs));
+        let _ = answer.send(verify(&paths, &images, &owned, &rootfs));
     };
     thread::Builder::new().name("guard".into()).spawn(verifier).map_err(|error| Refusal::Node {
         who: Who { namespace: "?".into(), pod: "?".into(), container: container.id.clone() },
@@ -238,14 +250,23 @@ pub fn run(paths: &Paths, container: &Container, rootfs: Rootfs) -> Result<Vec<F
     wait.recv_timeout(TIME_LIMIT).unwrap_or_else(|_| Err(Refusal::Timeout { id: container.id.clone() }))
 }
 
-fn verify(paths: &Paths, container: &Container, rootfs: &Rootfs) -> Result<Vec<Finding>, Refusal> {
+fn verify(
+    paths: &Paths,
+    images: &ImagePolicy,
+    container: &Container,
+    rootfs: &Rootfs,
+) -> Result<Vec<Finding>, Refusal> {
     let (name, record) = record(paths, container)?;
     match record.kind {
         // The driver's own libraries, all of the GPU, no limits: nothing of ours is in the container.
         ShareKind::Whole => Ok(Vec::new()),
         ShareKind::Share => {
             let folder = ShareFolder::new(&paths.shares(), &name);
-            verify_share(paths, container, rootfs, &record, &folder)
+            verify_mounts(paths, rootfs, &record, &folder)?;
+            let findings = verify_image(paths, images, container, rootfs, &record)?;
+            preload::compose(rootfs, &folder)
+                .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;
+            Ok(findings)
         }
     }
 }
@@ -277,23 +298,35 @@ fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecor
     Ok((name, record))
 }
 
-fn verify_share(
+/// All that enforces the share is where it works.
+fn verify_mounts(
     paths: &Paths,
-    container: &Container,
     rootfs: &Rootfs,
     record: &ShareRecord,
     folder: &ShareFolder,
-) -> Result<Vec<Finding>, Refusal> {
+) -> Result<(), Refusal> {
     let who = || Who::of(record);
-    let node = |reason: String| Refusal::Node { who: who(), reason };
-
-    let inventory =
-        Inventory::load(&paths.inventory()).map_err(|error: InventoryError| node(error.to_string()))?;
+    let inventory = Inventory::load(&paths.inventory())
+        .map_err(|error| Refusal::Node { who: who(), reason: error.to_string() })?;
     for mount in mounts::expected(paths, &inventory.driver, folder) {
         mount.verify(rootfs).map_err(|mounted| Refusal::Mount { who: who(), mounted: Box::new(mounted) })?;
     }
-    verify_limits(record, folder)?;
+    verify_limits(record, folder)
+}
 
+/// The image can run under the shim, or the node says that this is no matter.
+fn verify_image(
+    paths: &Paths,
+    images: &ImagePolicy,
+    container: &Container,
+    rootfs: &Rootfs,
+    record: &ShareRecord,
+) -> Result<Vec<Finding>, Refusal> {
+    let policy = images.of(&record.pod.namespace);
+    if policy == Policy::Off {
+        return Ok(Vec::new());
+    }
+    let node = |reason: String| Refusal::Node { who: Who::of(record), reason };
     let shim = host_file(&paths.shim(), Depth::Linking).map_err(|Trouble(reason)| {
         node(format!("the shim cannot be read: {reason}; install vcuda on this node again"))
     })?;
@@ -303,20 +336,27 @@ fn verify_share(
             paths.shim().display()
         )));
     };
-    let command = command(&container.bundle).map_err(node)?;
+    let config = config(&container.bundle).map_err(node)?;
+    let command = config
+        .process
+        .map(|process| Command { args: process.args, env: process.env, cwd: process.cwd })
+        .unwrap_or_default();
     let findings = start::judge(rootfs, &command, Shim::of(shim)).map_err(|Trouble(reason)| {
         node(format!(
             "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
         ))
     })?;
     let worst = findings.iter().find(|finding| finding.severity == Severity::Refuse);
-    if let Some(finding) = worst {
-        return Err(Refusal::Unfit { who: who(), finding: Box::new(finding.clone()) });
+    let refused = worst.filter(|_| policy == Policy::Enforce);
+    if let Some(image) = config.annotations.get(IMAGE_NAME) {
+        let pod = format!("{}/{}", record.pod.namespace, record.pod.name);
+        // A full disk is no reason to keep a container from starting: it is a memory only.
+        let _ = verdicts::remember(&paths.state, image, pod, &findings, refused.is_none());
     }
-
-    preload::compose(rootfs, folder)
-        .map_err(|reason| Refusal::Preload { who: who(), reason: Box::new(reason) })?;
-    Ok(findings)
+    match refused {
+        Some(finding) => Err(Refusal::Unfit { who: Who::of(record), finding: Box::new(finding.clone()) }),
+        None => Ok(findings),
+    }
 }
 
 /// The limits are those of the record: the shim will enforce them and nothing else.
@@ -344,16 +384,14 @@ fn verify_limits(record: &ShareRecord, folder: &ShareFolder) -> Result<(), Refus
     Ok(())
 }
 
-/// What the bundle says is started.
-fn command(bundle: &Path) -> Result<Command, String> {
+/// What the bundle says.
+fn config(bundle: &Path) -> Result<Config, String> {
     let path = bundle.join("config.json");
     let remedy = "it is the runtime's own file, look at this node's disk";
     let bytes =
         host_read(&path, CONFIG_MAX_BYTES).map_err(|Trouble(reason)| format!("{reason}; {remedy}"))?;
-    let config: Config = serde_json::from_slice(&bytes)
-        .map_err(|error| format!("{}: no OCI configuration: {error}; {remedy}", path.display()))?;
-    let process = config.process.ok_or(format!("{}: it starts nothing; {remedy}", path.display()))?;
-    Ok(Command { args: process.args, env: process.env, cwd: process.cwd })
+    serde_json::from_slice(&bytes)
+        .map_err(|error| format!("{}: no OCI configuration: {error}; {remedy}", path.display()))
 }
 
 /// Whether this process's root is another user outside: then the node's root-only files are out of reach.

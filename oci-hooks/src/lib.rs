@@ -12,3 +12,4 @@ pub mod node;
 pub mod rootfs;
 pub mod running;
 pub mod state;
+pub mod verdicts;

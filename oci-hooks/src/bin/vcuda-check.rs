@@ -24,6 +24,7 @@ use oci_hooks::{
     node,
     rootfs::Rootfs,
     running::Running,
+    verdicts,
 };
 use serde::Serialize;
 use vcuda_config::NodeFile;
@@ -80,6 +81,11 @@ enum What {
         /// Its configuration, where it is not the usual one.
         #[arg(long, value_name = "FILE")]
         containerd_config: Option<PathBuf>,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// List the images with shares that this node has seen, and how they fared.
+    List {
         #[command(flatten)]
         common: Common,
     },
@@ -195,6 +201,11 @@ fn run(what: &What) -> Result<Verdict> {
             let report = node::check(&common.load()?, containerd, containerd_config.as_deref());
             output(&report, common.output, print::node)?;
             Ok(report.verdict)
+        }
+        What::List { common } => {
+            let seen = verdicts::list(&common.load()?.paths.state)?;
+            output(&seen, common.output, |seen| print::seen(seen))?;
+            Ok(Verdict::Fits)
         }
         What::Matrix { list, running, driver, shim, containerd, common } => {
             let file = common.load()?;
@@ -355,7 +366,7 @@ fn output<T: Serialize>(what: &T, format: Output, text: impl FnOnce(&T) -> Strin
 /// Reports as text for people.
 mod print {
     use super::{Finding, Node, Path, Report, Row, Severity, Verdict};
-    use oci_hooks::node::NodeReport;
+    use oci_hooks::{node::NodeReport, verdicts::Seen};
 
     pub(super) fn image(report: &Report) -> String {
         let driver = driver(report.driver.as_deref(), report.driver_cuda.as_deref());
@@ -406,6 +417,25 @@ mod print {
             }
         }
         text
+    }
+
+    pub(super) fn seen(seen: &[Seen]) -> String {
+        let line = |seen: &Seen| {
+            let started = if seen.started { "started" } else { "refused" };
+            format!(
+                "{}\n  {:<17}  {started}, {} times, last for pod {}  {}\n",
+                seen.image,
+                word(seen.verdict),
+                seen.starts,
+                seen.pod,
+                seen.findings.join(", ")
+            )
+        };
+        if seen.is_empty() {
+            "no image with a share was seen\n".into()
+        } else {
+            seen.iter().map(line).collect()
+        }
     }
 
     fn word(verdict: Verdict) -> &'static str {

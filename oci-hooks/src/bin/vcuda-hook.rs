@@ -18,7 +18,7 @@ use std::{
 use clap::{Parser, Subcommand};
 use oci_hooks::{guard, ldcache, links, state::Container};
 use rustix::fs::Mode;
-use vcuda_config::{Paths, annotation};
+use vcuda_config::{NodeFile, Paths, annotation};
 
 /// A hook takes milliseconds. One that hangs, on a volume whose server is gone, would keep the container in
 /// creation without a word to anyone.
@@ -59,6 +59,9 @@ struct GuardArgs {
     /// Folder of the installed version, on the host; the shim is in it.
     #[arg(long, value_name = "FOLDER")]
     install: PathBuf,
+    /// The node file, for what becomes of images that cannot run under a share.
+    #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
+    config: PathBuf,
 }
 
 fn main() -> ExitCode {
@@ -98,7 +101,8 @@ fn run(hook: Hook) -> anyhow::Result<()> {
                 id: container.id,
                 bundle: container.bundle,
             };
-            guard::run(&paths, &container, rootfs)?;
+            let images = NodeFile::load_or_default(&args.config)?.images;
+            guard::run(&paths, &images, &container, rootfs)?;
         }
     }
     Ok(())

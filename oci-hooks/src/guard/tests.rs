@@ -95,7 +95,8 @@ impl Rig {
         write(&rig.paths.shim(), &shim.make());
         write(
             &rig.container.bundle.join("config.json"),
-            br#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["PATH=/bin"],"cwd":"/"}}"#,
+            br#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["PATH=/bin"],"cwd":"/"},
+                "annotations":{"io.kubernetes.cri.image-name":"registry/app:1"}}"#,
         );
         rig.image("bin/app", &Maker::program().make());
         rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.17", "GLIBC_2.36"]).make());
@@ -169,7 +170,14 @@ impl Rig {
     }
 
     fn guard(&self) -> Result<Vec<Finding>, Refusal> {
-        run(&self.paths, &self.container, Rootfs::open(&self.root).unwrap())
+        self.guard_under(Policy::Enforce)
+    }
+
+    /// Under this policy for the pod's namespace, and another for all others.
+    fn guard_under(&self, policy: Policy) -> Result<Vec<Finding>, Refusal> {
+        let other = if policy == Policy::Enforce { Policy::Off } else { Policy::Enforce };
+        let images = ImagePolicy { policy: other, namespaces: [("team".to_owned(), policy)].into() };
+        run(&self.paths, &images, &self.container, Rootfs::open(&self.root).unwrap())
     }
 
     fn refusal(&self) -> String {
@@ -327,6 +335,34 @@ fn an_image_that_the_shim_does_not_fit_is_refused() {
         assert!(refusal.contains("libc-too-old") && refusal.contains("pod team/train"), "{refusal}");
         fs::remove_file(rig.in_root("/lib/x86_64-linux-gnu/libc.so.6")).unwrap();
         assert!(rig.refusal().contains("libc-none"));
+    });
+}
+
+#[test]
+fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
+    with_own_mounts("policy_lets_an_unfit_image_start_and_the_node_remembers_it", || {
+        let rig = Rig::mounted();
+        let seen = || verdicts::list(&rig.paths.state).unwrap().pop();
+        rig.guard().unwrap();
+        assert_eq!(seen().unwrap().verdict, crate::compat::check::Verdict::Fits);
+
+        rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
+        rig.guard().unwrap_err();
+        let refused = seen().unwrap();
+        assert_eq!((refused.image.as_str(), refused.pod.as_str()), ("registry/app:1", "team/train"));
+        assert_eq!(
+            (refused.started, refused.starts, refused.findings),
+            (false, 2, vec!["libc-too-old".into()])
+        );
+
+        assert_eq!(rig.guard_under(Policy::Warn).unwrap()[0].id, "libc-too-old");
+        assert!(seen().unwrap().started);
+        assert!(rig.guard_under(Policy::Off).unwrap().is_empty());
+        assert_eq!(seen().unwrap().starts, 3, "off looks at nothing");
+
+        // What makes a share hold is no matter of policy.
+        rustix::mount::unmount(rig.in_root(place::LIMITS), rustix::mount::UnmountFlags::DETACH).unwrap();
+        assert!(matches!(rig.guard_under(Policy::Off), Err(Refusal::Mount { .. })));
     });
 }
 

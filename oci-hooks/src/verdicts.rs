@@ -1,0 +1,190 @@
+//! What this node has seen of images with shares: one small file an image, written by the guard at every start,
+//! read by `vcuda-check list` and whoever exports metrics. It is a memory, no authority: the guard looks anew each
+//! time, and losing a file loses a line of a list.
+
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::compat::{Finding, Severity, check::Verdict, files::host_read};
+
+/// Images that are remembered; the one not seen for longest gives way.
+const MAX_IMAGES: usize = 1_000;
+
+/// A file has below 10 KiB.
+const MAX_BYTES: u64 = 256 << 10;
+
+/// Longest image name that is kept: references have at most 255 + 128 characters and a digest.
+const MAX_NAME: usize = 512;
+
+/// What was seen of one image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Seen {
+    /// The image, as the runtime names it.
+    pub image: String,
+    /// How it fared the last time.
+    pub verdict: Verdict,
+    /// Whether its container was started all the same.
+    pub started: bool,
+    /// What was found that refuses or warns: stable names.
+    pub findings: Vec<String>,
+    /// The worst finding as a sentence.
+    pub reason: Option<String>,
+    /// The last pod with it, `namespace/name`.
+    pub pod: String,
+    /// First and last time, in seconds since 1970.
+    pub first_seen: u64,
+    /// See `first_seen`.
+    pub last_seen: u64,
+    /// How often it was looked at.
+    pub starts: u64,
+}
+
+/// The folder of verdicts, below the state folder.
+pub fn folder(state: &Path) -> PathBuf {
+    state.join("verdicts")
+}
+
+/// Remembers that `image` was looked at for `pod`.
+///
+/// # Errors
+/// The folder cannot be written.
+pub fn remember(
+    state: &Path,
+    image: &str,
+    pod: String,
+    findings: &[Finding],
+    started: bool,
+) -> io::Result<()> {
+    let folder = folder(state);
+    let image: String = image.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
+    let path = folder.join(file_name(&image));
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let before = read(&path).filter(|seen| seen.image == image);
+    if before.is_none() {
+        fs::create_dir_all(&folder)?;
+        make_room(&folder)?;
+    }
+    let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
+    let worst = findings.iter().filter(|finding| finding.severity > Severity::Info);
+    let mut ids: Vec<String> = worst.clone().map(|finding| finding.id.to_owned()).collect();
+    ids.dedup();
+    let seen = Seen {
+        verdict: if refused { Verdict::DoesNotFit } else { Verdict::Fits },
+        started,
+        findings: ids,
+        reason: worst.max_by_key(|finding| finding.severity).map(Finding::sentence),
+        pod,
+        first_seen: before.as_ref().map_or(now, |seen| seen.first_seen),
+        last_seen: now,
+        starts: before.map_or(0, |seen| seen.starts).saturating_add(1),
+        image,
+    };
+    // Whole or not at all, and not synced: a crash may forget it.
+    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    fs::write(&temporary, serde_json::to_vec(&seen)?)?;
+    fs::rename(&temporary, &path)
+}
+
+/// All images seen, the last one first. What cannot be read is left out.
+///
+/// # Errors
+/// The folder is there and cannot be listed.
+pub fn list(state: &Path) -> io::Result<Vec<Seen>> {
+    let entries = match fs::read_dir(folder(state)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    let paths = entries.flatten().map(|entry| entry.path());
+    let verdicts = paths.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
+    let mut seen: Vec<Seen> = verdicts.filter_map(|path| read(&path)).collect();
+    seen.sort_by(|a, b| b.last_seen.cmp(&a.last_seen).then_with(|| a.image.cmp(&b.image)));
+    Ok(seen)
+}
+
+fn read(path: &Path) -> Option<Seen> {
+    serde_json::from_slice(&host_read(path, MAX_BYTES).ok()?).ok()
+}
+
+/// An image's name may hold anything; its file's name does not. Two with one hash share a file in turn.
+fn file_name(image: &str) -> String {
+    let mut hasher = DefaultHasher::new();
+    image.hash(&mut hasher);
+    format!("{:016x}.json", hasher.finish())
+}
+
+fn make_room(folder: &Path) -> io::Result<()> {
+    let mut files: Vec<(SystemTime, PathBuf)> = fs::read_dir(folder)?
+        .flatten()
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    if files.len() < MAX_IMAGES {
+        return Ok(());
+    }
+    files.sort();
+    for (_, path) in &files[..=files.len() - MAX_IMAGES] {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn musl() -> Finding {
+        Finding::refuse("libc-musl", "it is musl", "that is no good", "use another")
+    }
+
+    #[test]
+    fn an_image_is_remembered_with_its_last_verdict() {
+        let state = tempfile::tempdir().unwrap();
+        assert!(list(state.path()).unwrap().is_empty());
+        remember(state.path(), "a:1", "x/p".into(), &[musl()], false).unwrap();
+        remember(state.path(), "b:1", "x/q".into(), &[], true).unwrap();
+        remember(state.path(), "a:1", "x/r".into(), &[musl()], true).unwrap();
+        let seen = list(state.path()).unwrap();
+        assert_eq!(seen.len(), 2);
+        let a = seen.iter().find(|seen| seen.image == "a:1").unwrap();
+        assert_eq!((a.verdict, a.started, a.starts, a.pod.as_str()), (Verdict::DoesNotFit, true, 2, "x/r"));
+        assert_eq!(
+            (a.findings.as_slice(), a.first_seen <= a.last_seen),
+            (&["libc-musl".to_owned()][..], true)
+        );
+        assert!(a.reason.as_deref().unwrap().contains("libc-musl"));
+    }
+
+    #[test]
+    fn names_of_any_kind_stay_in_the_folder_and_their_number_is_bounded() {
+        let state = tempfile::tempdir().unwrap();
+        for image in ["../../etc/passwd", "", "a\nb", &"x".repeat(10_000)] {
+            remember(state.path(), image, "x/p".into(), &[], true).unwrap();
+        }
+        let seen = list(state.path()).unwrap();
+        assert_eq!(seen.len(), 4);
+        assert!(seen.iter().all(|seen| seen.image.len() <= MAX_NAME && !seen.image.contains('\n')));
+        for n in 0..MAX_IMAGES + 20 {
+            remember(state.path(), &n.to_string(), "x/p".into(), &[], true).unwrap();
+        }
+        assert_eq!(list(state.path()).unwrap().len(), MAX_IMAGES);
+    }
+
+    #[test]
+    fn files_that_are_none_are_left_out() {
+        let state = tempfile::tempdir().unwrap();
+        remember(state.path(), "a", "x/p".into(), &[], true).unwrap();
+        fs::write(folder(state.path()).join("0000000000000000.json"), "{").unwrap();
+        fs::write(folder(state.path()).join("x.tmp"), "{}").unwrap();
+        assert_eq!(list(state.path()).unwrap().len(), 1);
+    }
+}
