@@ -11,6 +11,17 @@ use vcuda_config::GpuUuid;
 /// For how long a GPU must answer without another XID until it takes new shares again.
 pub const QUIET: Duration = Duration::from_secs(30);
 
+/// What an XID means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Noted {
+    /// It is one to ignore.
+    Ignored,
+    /// The GPU is known to be in this trouble; a sick one can report the same a thousand times a second.
+    Again,
+    /// New shares must be kept off the GPU, or for another reason than before.
+    New,
+}
+
 /// The XIDs of the recent past.
 #[derive(Debug)]
 pub struct XidBook {
@@ -25,13 +36,15 @@ impl XidBook {
         Self { ignored: ignored.into_iter().collect(), quiet, last: HashMap::new() }
     }
 
-    /// Notes an XID of a GPU. False when it is one to ignore.
-    pub fn note(&mut self, gpu: GpuUuid, xid: u64, now: Instant) -> bool {
-        let counts = !self.ignored.contains(&xid);
-        if counts {
-            self.last.insert(gpu, (xid, now));
+    /// Notes an XID of a GPU.
+    pub fn note(&mut self, gpu: GpuUuid, xid: u64, now: Instant) -> Noted {
+        if self.ignored.contains(&xid) {
+            return Noted::Ignored;
         }
-        counts
+        match self.last.insert(gpu, (xid, now)) {
+            Some((last, at)) if last == xid && now.duration_since(at) < self.quiet => Noted::Again,
+            _ => Noted::New,
+        }
     }
 
     /// Why the GPU should take no new shares, although it answers.
@@ -61,19 +74,23 @@ mod tests {
     fn an_xid_keeps_shares_off_its_gpu_until_it_has_been_quiet() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let mut book = XidBook::new(GpuPolicy::default().ignored_xids, QUIET);
-        assert!(book.note(gpu(1), 79, start));
+        assert_eq!(book.note(gpu(1), 79, start), Noted::New);
+        assert_eq!(book.note(gpu(1), 79, start), Noted::Again);
         assert!(book.trouble(&gpu(1), start).unwrap().contains("XID 79"));
         assert_eq!(book.trouble(&gpu(2), start), None);
-        assert!(book.note(gpu(1), 48, start + QUIET - second));
+        assert_eq!(book.note(gpu(1), 48, start + QUIET - second), Noted::New);
         assert!(book.trouble(&gpu(1), start + QUIET).unwrap().contains("XID 48"));
         assert_eq!(book.trouble(&gpu(1), start + QUIET + QUIET), None);
+        assert_eq!(book.note(gpu(1), 48, start + QUIET + QUIET), Noted::New);
     }
 
     #[test]
     fn xids_of_applications_are_ignored() {
         let mut book = XidBook::new(GpuPolicy::default().ignored_xids, QUIET);
         let now = Instant::now();
-        assert!([13, 31, 43, 45, 68, 109].iter().all(|xid| !book.note(gpu(1), *xid, now)));
+        for xid in [13, 31, 43, 45, 68, 109] {
+            assert_eq!(book.note(gpu(1), xid, now), Noted::Ignored);
+        }
         assert_eq!(book.trouble(&gpu(1), now), None);
     }
 }

@@ -16,10 +16,10 @@ use nvml_wrapper::{
     Device, EventSet, Nvml, bitmasks::event::EventTypes, enums::event::XidError, error::NvmlError,
 };
 use tokio::sync::watch;
-use tracing::{debug, info, warn};
+use tracing::{debug, warn};
 use vcuda_config::GpuUuid;
 
-use crate::health::{QUIET, XidBook};
+use crate::health::{Noted, QUIET, XidBook};
 
 /// How often all GPUs are asked whether they are well.
 const SURVEY_EVERY: Duration = Duration::from_secs(5);
@@ -31,7 +31,7 @@ const DRIVER_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::fr
 /// How often NVML is loaded anew while a GPU is missing. It takes seconds on a node without nvidia-persistenced.
 const RELOAD_EVERY: Duration = Duration::from_secs(30);
 
-/// Longest wait for an event, and so for this thread to notice that it should end.
+/// Longest wait for an event, and so for this thread to notice that it should end. Also the pause where waiting fails.
 const EVENT_WAIT_MS: u32 = 500;
 
 /// NVML's number for an XID that it does not know (nvml.h, nvmlEventData_t).
@@ -135,14 +135,11 @@ impl Surveying {
     /// Uses the driver as long as it is there. False when the thread should end.
     fn look_for_driver(&mut self, root: &Path) -> bool {
         let missing = match open(root) {
-            Ok((nvml, files)) => {
-                self.pause = DRIVER_EVERY.0;
-                match self.use_driver(&nvml, &files) {
-                    Over::Stopped => return false,
-                    Over::GpuMissing => return true,
-                    Over::DriverGone(reason) => reason,
-                }
-            }
+            Ok((nvml, files)) => match self.use_driver(&nvml, &files) {
+                Over::Stopped => return false,
+                Over::GpuMissing => return true,
+                Over::DriverGone(reason) => reason,
+            },
             Err(reason) => reason,
         };
         self.publish(Survey::NoDriver(missing));
@@ -159,6 +156,7 @@ impl Surveying {
                 Ok(found) => found,
                 Err(reason) => return Over::DriverGone(reason),
             };
+            self.pause = DRIVER_EVERY.0;
             events.follow(nvml, &found.gpus);
             self.seen.extend(found.gpus.iter().map(|gpu| gpu.uuid.clone()));
             let missing = found.silent.is_some() || found.gpus.len() < self.seen.len();
@@ -173,36 +171,37 @@ impl Surveying {
                 }
                 match events.wait() {
                     Wait::Nothing => {}
-                    Wait::Unable => {
-                        if self.sleep(Duration::from_millis(EVENT_WAIT_MS.into())) {
-                            return Over::Stopped;
-                        }
-                    }
                     Wait::Xid(gpu, xid) => {
                         if self.note(gpu, xid) {
                             break;
                         }
                     }
-                    // What is lost shows in the next survey.
-                    Wait::Lost => break,
+                    Wait::Unable => {
+                        if self.sleep(Duration::from_millis(EVENT_WAIT_MS.into())) {
+                            return Over::Stopped;
+                        }
+                    }
                 }
             }
         }
     }
 
     /// True when the XID calls for a survey at once.
-    fn note(&mut self, gpu: Option<GpuUuid>, xid: u64) -> bool {
-        let Some(gpu) = gpu else {
-            warn!(xid, "a GPU that does not say its UUID reported an XID; looking which one it is");
-            return true;
-        };
-        let counts = self.xids.note(gpu.clone(), xid, Instant::now());
-        if counts {
-            warn!(%gpu, xid, "XID");
-        } else {
-            info!(%gpu, xid, "XID of an application, ignored");
+    fn note(&mut self, gpu: GpuUuid, xid: u64) -> bool {
+        match self.xids.note(gpu.clone(), xid, Instant::now()) {
+            Noted::New => {
+                warn!(%gpu, xid, "XID");
+                true
+            }
+            Noted::Again => {
+                debug!(%gpu, xid, "XID again");
+                false
+            }
+            Noted::Ignored => {
+                debug!(%gpu, xid, "XID of an application, ignored");
+                false
+            }
         }
-        counts
     }
 
     fn survey(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Result<Found, String> {
@@ -339,9 +338,9 @@ fn explain(error: &NvmlError) -> String {
 /// What came of waiting for an event.
 enum Wait {
     Nothing,
+    /// It failed; what is lost shows in the next survey.
     Unable,
-    Xid(Option<GpuUuid>, u64),
-    Lost,
+    Xid(GpuUuid, u64),
 }
 
 /// The subscription to events of all GPUs that have any.
@@ -392,15 +391,17 @@ impl<'nvml> Events<'nvml> {
                     Some(XidError::Unknown) => XID_UNKNOWN,
                     None => return Wait::Nothing,
                 };
-                Wait::Xid(event.device.uuid().ok().and_then(|uuid| uuid.parse().ok()), xid)
+                match event.device.uuid().map(|uuid| uuid.parse()) {
+                    Ok(Ok(gpu)) => Wait::Xid(gpu, xid),
+                    _ => {
+                        debug!(xid, "XID of a GPU that does not say its UUID");
+                        Wait::Unable
+                    }
+                }
             }
             Err(NvmlError::Timeout) => {
                 self.told = false;
                 Wait::Nothing
-            }
-            Err(NvmlError::GpuLost) => {
-                self.set = None;
-                Wait::Lost
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.told, true) {
