@@ -5,17 +5,14 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs, io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
 use tokio::{net::UnixListener, task::JoinHandle};
-use tokio_stream::{StreamExt, wrappers::UnixListenerStream};
-use tonic::{
-    Request, Response, Status,
-    transport::{Channel, Endpoint, Server},
-};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Status, transport::Server};
 
 use crate::{
     cri::{
@@ -31,20 +28,15 @@ use crate::{
         Choice, Devices, Ids,
         api::{
             AllocateRequest, ContainerAllocateRequest, ContainerPreferredAllocationRequest,
-            DevicePluginOptions, Empty, PreStartContainerRequest, PreferredAllocationRequest,
-            RegisterRequest,
-            device_plugin_client::DevicePluginClient,
-            registration_server::{Registration, RegistrationServer},
+            PreStartContainerRequest, PreferredAllocationRequest, registration_server::RegistrationServer,
         },
     },
+    plugins::{Plugin, Registry, Shared, State},
     pod::{Container, Pod},
 };
 
 /// Kubelet's name for the file with who has which device.
 const CHECKPOINT: &str = "kubelet_internal_checkpoint";
-
-/// The one version of the protocol.
-const PROTOCOL: &str = "v1beta1";
 
 /// An init container of a test is done in milliseconds.
 const INIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -72,31 +64,6 @@ pub struct RunningPod {
     attempts: BTreeMap<String, u32>,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    devices: Devices,
-    plugins: HashMap<String, Plugin>,
-    watchers: Vec<JoinHandle<()>>,
-    registrations: u64,
-}
-
-#[derive(Clone, Debug)]
-struct Plugin {
-    /// Tells one registration from the next.
-    serial: u64,
-    client: DevicePluginClient<Channel>,
-    options: DevicePluginOptions,
-}
-
-#[derive(Debug, Default)]
-struct Shared(Mutex<State>);
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl RunningPod {
     /// ID of the container called `name`.
     pub fn id(&self, name: &str) -> &str {
@@ -118,9 +85,7 @@ impl Kubelet {
         if let Some(server) = self.server.take() {
             server.abort();
         }
-        let mut state = self.shared.lock();
-        state.watchers.drain(..).for_each(|watcher| watcher.abort());
-        *state = State::default();
+        *self.shared.lock() = State::default();
     }
 
     /// Starts kubelet again: plugins have to register anew, the checkpoint says who has what.
@@ -484,60 +449,6 @@ fn namespaces() -> NamespaceOption {
         network: NamespaceMode::Node.into(),
         pid: NamespaceMode::Container.into(),
         ipc: NamespaceMode::Pod.into(),
-    }
-}
-
-/// Serves registration.
-struct Registry {
-    folder: PathBuf,
-    shared: Arc<Shared>,
-}
-
-#[tonic::async_trait]
-impl Registration for Registry {
-    async fn register(&self, request: Request<RegisterRequest>) -> Result<Response<Empty>, Status> {
-        let request = request.into_inner();
-        if request.version != PROTOCOL {
-            return Err(Status::unknown(format!(
-                "requested API version {:?} is not supported by kubelet; supported version is {PROTOCOL:?}",
-                request.version
-            )));
-        }
-        let resource = request.resource_name;
-        let socket = self.folder.join(&request.endpoint);
-        let channel = Endpoint::try_from(format!("unix://{}", socket.display()))
-            .map_err(|error| Status::unknown(error.to_string()))?
-            .connect()
-            .await
-            .map_err(|error| Status::unknown(format!("{}: {error}", socket.display())))?;
-        let client = DevicePluginClient::new(channel);
-        let options = request.options.unwrap_or_default();
-        let mut state = self.shared.lock();
-        state.registrations += 1;
-        let plugin = Plugin { serial: state.registrations, client, options };
-        let watcher = tokio::spawn(watch(Arc::clone(&self.shared), resource.clone(), plugin.clone()));
-        state.watchers.push(watcher);
-        state.plugins.insert(resource, plugin);
-        Ok(Response::new(Empty {}))
-    }
-}
-
-/// Follows a plugin's list until the plugin goes away. What another registration took over is left alone.
-async fn watch(shared: Arc<Shared>, resource: String, mut plugin: Plugin) {
-    let current =
-        |state: &State| state.plugins.get(&resource).is_some_and(|known| known.serial == plugin.serial);
-    if let Ok(response) = plugin.client.list_and_watch(Empty {}).await {
-        let mut lists = response.into_inner();
-        while let Some(Ok(list)) = lists.next().await {
-            let mut state = shared.lock();
-            if current(&state) {
-                state.devices.update(&resource, list.devices);
-            }
-        }
-    }
-    let mut state = shared.lock();
-    if current(&state) {
-        state.devices.lose(&resource);
     }
 }
 

@@ -14,6 +14,7 @@ pub mod host;
 pub mod image;
 pub mod kubelet;
 pub mod node;
+mod plugins;
 pub mod pod;
 pub mod probe;
 pub mod process;
