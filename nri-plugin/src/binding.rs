@@ -12,13 +12,14 @@ use std::{
 
 use ledger::{
     Claim, ContainerRef, Inventory, Ledger, LedgerError, PodRef, SandboxEnd, ShareFolder, ShareKind,
-    ShareName, ShareRecord, ShareState,
+    ShareName, ShareRecord, ShareState, place as place_request,
 };
 use region::{GpuLimit, Limits, Usage, place};
-use vcuda_config::Paths;
+use vcuda_config::{GpuUuid, Paths};
 
 use crate::{
     adjust,
+    chosen::Chosen,
     grant::Granted,
     refusal::Refusal,
     wire::{Container, ContainerAdjustment, PodSandbox},
@@ -94,6 +95,7 @@ impl Binder {
         let granted = Granted::read(pod, container, &self.paths).map_err(refuse)?;
         let claim = claim(pod, container, &granted).map_err(refuse)?;
         let inventory = self.inventory().map_err(refuse)?;
+        let chosen = Chosen::read(pod, &container.name, &inventory).map_err(refuse)?;
         if matches!(granted.request, vcuda_config::Request::Share { .. }) && !self.paths.shim().is_file() {
             return Err(refuse(format!(
                 "{} is not there; install vcuda {} on this node again",
@@ -104,13 +106,15 @@ impl Binder {
         let mut obstacle = None;
         let fill = |record: &ShareRecord, fresh: &ShareFolder| {
             // Asked here, where it is known which GPU it would be, and before anything is bound.
-            obstacle = adjust::unenforceable(record, fresh, &inventory, &self.paths, container);
+            obstacle = self
+                .misplaced(record, &chosen, &granted, &inventory)
+                .or_else(|| adjust::unenforceable(record, fresh, &inventory, &self.paths, container));
             if obstacle.is_some() {
                 return Err(io::ErrorKind::Unsupported.into());
             }
             fill(record, fresh)
         };
-        let preferred = preferred_gpus(pod, &granted);
+        let preferred = preferred_gpus(&chosen, &granted);
         let bound = self.ledger.bind(&inventory, &claim, &preferred, fill);
         let bound = match (bound, obstacle) {
             (_, Some(obstacle)) => return Err(refuse(obstacle)),
@@ -136,6 +140,31 @@ impl Binder {
         );
         let adjustment = adjust::adjustment(&bound.record, &bound.folder, &inventory, &self.paths, container);
         Ok(Binding { name: bound.name, adjustment })
+    }
+
+    /// Why a share may not be where `record` puts it: the scheduler counts it elsewhere.
+    fn misplaced(
+        &self,
+        record: &ShareRecord,
+        chosen: &Chosen,
+        granted: &Granted,
+        inventory: &Inventory,
+    ) -> Option<String> {
+        let Chosen::Must(gpus) = chosen else { return None };
+        if record.gpus.len() == gpus.len() && record.gpus.iter().all(|gpu| gpus.contains(&gpu.uuid)) {
+            return None;
+        }
+        let lack = self.ledger.shares().ok().and_then(|shares| {
+            let free = shares.free(inventory).ok()?;
+            let of_choice: Vec<_> = free.into_iter().filter(|free| gpus.contains(&free.gpu.uuid)).collect();
+            place_request(&of_choice, &granted.request, gpus).err()
+        });
+        let lack = lack.map_or_else(|| "its container is bound elsewhere".into(), |lack| lack.to_string());
+        let gpus: Vec<&str> = gpus.iter().map(GpuUuid::as_str).collect();
+        Some(format!(
+            "the scheduler picked {} for it, which cannot take it ({lack}); delete the pod to have it placed anew",
+            gpus.join(", ")
+        ))
     }
 
     /// Whether a share belongs to the container with this ID.
@@ -248,10 +277,9 @@ impl Binder {
     }
 }
 
-/// GPUs to try first. Those of the device IDs, so that kubelet's books and ours agree; a scheduler's choice, once
-/// pods carry one, goes before them.
-fn preferred_gpus(_pod: &PodSandbox, granted: &Granted) -> Vec<vcuda_config::GpuUuid> {
-    granted.gpus.clone()
+/// GPUs to try first: the scheduler's choice, then those of the device IDs, so that kubelet's books and ours agree.
+fn preferred_gpus(chosen: &Chosen, granted: &Granted) -> Vec<GpuUuid> {
+    chosen.gpus().iter().chain(&granted.gpus).cloned().collect()
 }
 
 fn claim(pod: &PodSandbox, container: &Container, granted: &Granted) -> Result<Claim, String> {

@@ -10,6 +10,7 @@
 pub mod adjust;
 mod backoff;
 pub mod binding;
+mod chosen;
 pub mod connect;
 mod grant;
 pub mod log;
