@@ -186,7 +186,7 @@ impl Ledger {
     /// Binds the share of a container that is being created.
     ///
     /// A container that held a share before, in this boot or an earlier one, keeps its GPU where it still has room;
-    /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place`] decides. The first share of a
+    /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place()`] decides. The first share of a
     /// container takes the place of shares of ended containers of its pod: kubelet gives an init container's
     /// devices on to the pod's other containers.
     ///
