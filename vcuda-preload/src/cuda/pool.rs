@@ -31,6 +31,9 @@ pub(crate) const POOLS: usize = 256;
 const RESERVED_MEM_CURRENT: i32 = 5;
 const LOCATION_TYPE: i32 = 12;
 
+/// Pools of today's drivers grow by 32 MiB (seen) until one is found to do with less.
+const FIRST_STEP: u64 = 32 << 20;
+
 /// One pool. All zero is an unused entry.
 #[derive(Default)]
 #[repr(C)]
@@ -50,28 +53,31 @@ struct Account {
     charged: u64,
     /// Bytes that its live allocations asked for.
     used: u64,
-    /// Bytes by which it last grew.
+    /// Bytes in multiples of which it grows.
     step: u64,
 }
 
 impl Account {
-    /// Takes what the pool will probably grow by for an allocation of `bytes`. Where its usual step is not to be had, the
-    /// bare difference must be: the driver may do with less.
+    /// Takes what the pool will grow by for an allocation of `bytes`, as far as is known: better to refuse the last few
+    /// bytes below the ceiling than to pass it.
     fn expect(&mut self, share: &'static Share, gpu: usize, bytes: u64) -> bool {
         let missing = self.used.saturating_add(bytes).saturating_sub(self.charged);
-        if missing == 0 {
-            return true;
+        let growth = missing.checked_next_multiple_of(self.step.max(1)).unwrap_or(u64::MAX);
+        if growth > 0 {
+            if !take(share, gpu, growth) {
+                return false;
+            }
+            self.charged += growth;
         }
-        let steps = missing.checked_next_multiple_of(self.step.max(1)).unwrap_or(missing);
-        let taken = if steps > missing && share.take_quietly(gpu, steps) {
-            steps
-        } else if take(share, gpu, missing) {
-            missing
-        } else {
-            return false;
-        };
-        self.charged += taken;
         true
+    }
+
+    /// Learns the step from growth by `bytes` where `expected` was expected: the largest power of two in it.
+    fn learn(&mut self, expected: u64, bytes: u64) {
+        let step = bytes & bytes.wrapping_neg();
+        if bytes > expected || (bytes > 0 && step < self.step) {
+            self.step = step.min(FIRST_STEP);
+        }
     }
 
     /// Brings the account in line with what the pool holds. False, with the account left as it is, if the pool holds
@@ -87,9 +93,6 @@ impl Account {
             } else if !share.take_quietly(gpu, grown) {
                 return false;
             }
-        }
-        if holds > self.charged {
-            self.step = holds - self.charged;
         }
         self.charged = holds;
         true
@@ -132,7 +135,7 @@ fn find_or_make(share: &'static Share, handle: Handle, gpu: Option<usize>) -> Op
         let mut account = pool.account.lock();
         // Of a pool that is destroyed, allocations may still live.
         if account.used == 0 {
-            *account = Account { gpu: gpu.map_or(0, |gpu| gpu + 1), ..Account::default() };
+            *account = Account { gpu: gpu.map_or(0, |gpu| gpu + 1), step: FIRST_STEP, ..Account::default() };
             pool.handle.store(handle, Release);
             let used = u32::try_from(number + 1).unwrap_or(0);
             state.pools_used.fetch_max(used, Release);
@@ -197,10 +200,11 @@ unsafe fn allocate(
         return if gpu.is_none() && !is_on_host(handle) { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
     };
 
-    let bytes = whole(bytes as u64);
+    let (bytes, before) = (whole(bytes as u64), account.charged);
     if !account.expect(share, gpu_of_pool, bytes) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    let expected = account.charged - before;
     let result = call();
     if result != CUDA_SUCCESS {
         account.settle(share, handle, true);
@@ -220,7 +224,13 @@ unsafe fn allocate(
         share.count_refusal(gpu_of_pool);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    let grown = account.charged.saturating_sub(before);
+    account.learn(expected, grown);
     account.used += bytes;
+    if account.charged > account.used {
+        // What nobody uses the driver gives back when it is next waited for.
+        share.state().slack.store(1, Relaxed);
+    }
     let part_of = PartOf::Pool(u16::try_from(number).unwrap_or(0));
     let block = Block { bytes, gpu: gpu_of_pool, part_of };
     let _ = share.state().blocks.insert(made, block.pack());
@@ -250,13 +260,16 @@ pub(super) fn settle(share: &'static Share) {
     }
     for pool in state.pools.iter().take(state.pools_used.load(Acquire) as usize) {
         let handle = pool.handle.load(Acquire);
-        let account = pool.account.try_lock().filter(|account| handle != 0 && account.charged > account.used);
-        if let Some(mut account) = account {
+        let mut account = pool.account.try_lock();
+        if let Some(account) = &mut account
+            && handle != 0
+            && account.charged > account.used
+        {
             account.settle(share, handle, true);
-            if account.charged > account.used {
-                // It may give more back at the next wait.
-                state.slack.store(1, Relaxed);
-            }
+        }
+        // There may be more to give back at the next wait.
+        if account.is_none_or(|account| account.charged > account.used) {
+            state.slack.store(1, Relaxed);
         }
     }
 }

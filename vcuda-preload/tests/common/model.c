@@ -51,18 +51,24 @@ static int gone(int64_t pid) {
 static uint64_t held(int gpu) {
     uint64_t sum = 0;
     for (int n = 0; n < CLIENTS; n++)
-        sum += state->clients[n].used[gpu];
+        if (state->clients[n].pid > 0) /* The others' is being cleared. */
+            sum += state->clients[n].used[gpu];
     return sum;
 }
 
-/* What the kernel does when a process is gone. */
+/* What the kernel does when a process is gone. Only one clears an entry: it puts its own number there, negative, so that
+ * nobody takes the entry meanwhile, and another can go on if the one who clears is killed. */
 static void clear_the_dead(void) {
-    for (int n = 0; n < CLIENTS; n++)
-        if (state->clients[n].pid && n != self && gone(state->clients[n].pid)) {
-            for (int gpu = 0; gpu < GPUS; gpu++)
-                state->clients[n].used[gpu] = 0;
-            state->clients[n].pid = 0;
-        }
+    for (int n = 0; n < CLIENTS; n++) {
+        int64_t pid = state->clients[n].pid;
+        if (!pid || n == self || !gone(pid < 0 ? -pid : pid))
+            continue;
+        if (!atomic_compare_exchange_strong(&state->clients[n].pid, &pid, -getpid()))
+            continue;
+        for (int gpu = 0; gpu < GPUS; gpu++)
+            state->clients[n].used[gpu] = 0;
+        state->clients[n].pid = 0;
+    }
 }
 
 static int take(int gpu, uint64_t bytes) {
@@ -93,6 +99,7 @@ static void give(int gpu, uint64_t bytes) { state->clients[self].used[gpu] -= by
 
 /* Test control, looked up in this very library. */
 void modelFailNext(int times) { fail_next = times; }
+uint64_t modelHeld(int gpu) { return state->clients[self].used[gpu]; }
 
 /* ---- devices ---- */
 
@@ -252,8 +259,10 @@ int cuMemAlloc_v2(uint64_t *address, size_t bytes) { return allocate(address, by
 int cuMemAllocManaged(uint64_t *address, size_t bytes, unsigned flags) { return (void)flags, allocate(address, bytes); }
 int cuMemAllocPitch_v2(uint64_t *address, size_t *pitch, size_t width, size_t height, unsigned element) {
     (void)element;
-    /* Rows a little longer than anybody would expect. */
-    *pitch = ((width + 511) & ~511ull) + (width > 4096 ? 512 : 0);
+    *pitch = (width + 511) & ~511ull;
+    /* Rows longer than anybody would expect. */
+    if (getenv("MODEL_LONG_ROWS"))
+        *pitch += 512;
     return allocate(address, *pitch * height);
 }
 

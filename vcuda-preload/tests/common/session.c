@@ -32,6 +32,8 @@ static void *function(const char *name) {
 /* All arguments are integers or pointers, which are passed alike. */
 #define CALL(name, ...) ((int (*)())function(name))(__VA_ARGS__)
 
+static void *of_model(const char *name) { return dlsym(dlopen("/usr/local/vcuda/driver/libcuda.so.1", RTLD_NOW), name); }
+
 struct properties { int kind, handle_types, location_kind, location; u64 rest[9]; };
 struct shape { size_t width, height, depth; unsigned format, channels, flags; };
 struct alloc { struct properties pool; void *access; size_t access_count, bytes; u64 address; };
@@ -135,7 +137,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     }
     if (!strcmp(name, "total")) return CALL("cuDeviceTotalMem_v2", out, a);
     if (!strcmp(name, "fail")) {
-        void (*fail)(int) = (void (*)(int))dlsym(dlopen("/usr/local/vcuda/driver/libcuda.so.1", RTLD_NOW), "modelFailNext");
+        void (*fail)(int) = (void (*)(int))of_model("modelFailNext");
         return fail(a), 0;
     }
     if (!strcmp(name, "nvml")) {
@@ -216,11 +218,13 @@ static const struct { const char *make, *end; u64 unit; } KINDS[] = {
     {"mipmap", "free-mipmap", 0}, {"create", "release", 2 << 20}, {"async", "free-async", 1}, {"async", "free", 1},
 };
 
-static int stress(u64 start, u64 count, u64 largest) {
+/* `alone`: no other process holds memory, so what CUDA says is in use must be what the driver gave out, after every step. */
+static int stress(u64 start, u64 count, u64 largest, int alone) {
     static struct { int kind; u64 key; u64 address; u64 bytes; } live[256];
     u64 out[2], refused = 0, made = 0;
     int n = 0, result;
     seed = start * 0x9e3779b97f4a7c15ull | 1;
+    u64 (*held_by_driver)(int) = (u64 (*)(int))of_model("modelHeld");
     if ((result = command("init", 0, 0, 0, out)))
         return result;
     for (u64 round = 0; round < count; round++) {
@@ -260,9 +264,14 @@ static int stress(u64 start, u64 count, u64 largest) {
         }
         if (!chance(50))
             command("wait", 0, 0, 0, out);
-        if (!chance(500)) {
+        if (alone || !chance(500)) {
             if (command("info", 0, 0, 0, out) || out[0] > out[1])
                 return printf("info\n"), 1;
+            u64 held = alone ? held_by_driver(0) : 0;
+            if (alone && out[1] - out[0] != held)
+                return printf("round %lu: %lu accounted, %lu held\n", (unsigned long)round,
+                              (unsigned long)(out[1] - out[0]), (unsigned long)held),
+                       1;
         }
     }
     printf("made %lu refused %lu\n", (unsigned long)made, (unsigned long)refused);
@@ -286,7 +295,7 @@ int main(int argc, char **argv) {
     if (!cuda || !nvml)
         return fprintf(stderr, "%s\n", dlerror()), 3;
     if (argc > 4 && !strcmp(argv[1], "stress"))
-        return stress(strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0), strtoull(argv[4], NULL, 0));
+        return stress(strtoull(argv[2], NULL, 0), strtoull(argv[3], NULL, 0), strtoull(argv[4], NULL, 0), argc > 5);
     char line[256], name[64];
     setvbuf(stdin, NULL, _IONBF, 0); /* What is not read yet stays for the program this turns into. */
     while (fgets(line, sizeof line, stdin)) {
