@@ -1,6 +1,8 @@
 //! Many processes that take and give memory of every kind at random, and are killed at random. `VCUDA_STRESS=full` runs
 //! the full size: 64 processes at a time, a million allocations and frees.
 
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
 mod common;
 
 use std::{env, time::Duration};
