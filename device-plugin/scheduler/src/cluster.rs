@@ -295,7 +295,7 @@ impl Cluster {
     }
 
     /// Nodes on which room is reserved for the pod.
-    fn claims_of(&self, uid: &str) -> Vec<Claim> {
+    pub(crate) fn claims_of(&self, uid: &str) -> Vec<Claim> {
         let first = Claim { uid: uid.into(), node: String::new() };
         self.reservations
             .range(first..)

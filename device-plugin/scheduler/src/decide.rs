@@ -1,12 +1,16 @@
 //! What kube-scheduler asks: which nodes fit, which are best, and whose end would make room. All of it reads what the
 //! cluster keeps up to date; none of it changes anything.
 
-use std::{borrow::Cow, collections::HashSet};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashSet},
+    sync::Arc,
+};
 
 use ledger::NoRoom;
 
 use crate::{
-    Cluster, Wanted,
+    Claim, Cluster, Wanted,
     node::{Node, Room},
     plan,
 };
@@ -20,8 +24,8 @@ const DETAILED_NODES: usize = 8;
 pub struct Filtered<'a> {
     /// Nodes that it fits on, in the order of the question.
     pub fit: Vec<&'a str>,
-    /// Nodes that it does not fit on, and why.
-    pub unfit: Vec<(&'a str, Cow<'a, str>)>,
+    /// Nodes that it does not fit on, and why. Most nodes of a large cluster share a reason.
+    pub unfit: Vec<(&'a str, Arc<str>)>,
 }
 
 /// Pods that have to end so that another fits on a node.
@@ -41,33 +45,45 @@ impl Cluster {
             filtered.fit = names.to_vec();
             return filtered;
         }
+        let own = self.claims_of(uid);
+        let unknown: Arc<str> = "vcuda-scheduler has not seen the node yet; it is tried again".into();
         let mut detailed = 0;
+        let mut headlines: BTreeMap<usize, Arc<str>> = BTreeMap::new();
         for name in names {
             let Some(node) = self.nodes.get(*name) else {
-                let reason = "vcuda-scheduler has not seen the node yet; it is tried again";
-                filtered.unfit.push((name, reason.into()));
+                filtered.unfit.push((name, unknown.clone()));
                 continue;
             };
             if let Some(reason) = node.trouble() {
-                filtered.unfit.push((name, reason.into()));
+                filtered.unfit.push((name, reason.clone()));
                 continue;
             }
-            let rooms = node.rooms_for(uid);
+            let rooms = left_for(uid, &own, name, node);
             if node.fits(&rooms, wanted) {
                 filtered.fit.push(name);
                 continue;
             }
+            let reason = match wanted.demand.containers.as_slice() {
+                [one] if detailed >= DETAILED_NODES => {
+                    let free = node.takers(&rooms, &one.request, &wanted.filter).count();
+                    let no_room =
+                        || NoRoom { request: one.request, free, lacks: Vec::new() }.headline().into();
+                    headlines.entry(free).or_insert_with(no_room).clone()
+                }
+                _ => refusal(node, &rooms, wanted, detailed < DETAILED_NODES).into(),
+            };
             detailed += 1;
-            filtered.unfit.push((name, refusal(node, &rooms, wanted, detailed <= DETAILED_NODES).into()));
+            filtered.unfit.push((name, reason));
         }
         filtered
     }
 
     /// How well each of `names` suits, 0 to 10.
     pub fn prioritize<'a>(&self, uid: &str, wanted: &Wanted, names: &[&'a str]) -> Vec<(&'a str, u64)> {
+        let own = self.claims_of(uid);
         let score = |name: &&'a str| {
             let node = self.nodes.get(*name).filter(|_| !wanted.demand.is_empty());
-            (*name, node.map_or(0, |node| node.score(&node.rooms_for(uid), wanted)))
+            (*name, node.map_or(0, |node| node.score(&left_for(uid, &own, name, node), wanted)))
         };
         names.iter().map(score).collect()
     }
@@ -122,12 +138,17 @@ impl Cluster {
     }
 }
 
+/// What is left on a node for the pod; `own` are the places where room is reserved for the pod itself, which counts as
+/// free.
+fn left_for<'a>(uid: &str, own: &[Claim], name: &str, node: &'a Node) -> Cow<'a, [Room]> {
+    match own.iter().any(|claim| claim.node == name) {
+        true => node.rooms_with(|other| other != uid).into(),
+        false => node.rooms().into(),
+    }
+}
+
 /// Why the pod does not fit on `node`, when `rooms` are left there.
 fn refusal(node: &Node, rooms: &[Room], wanted: &Wanted, detailed: bool) -> String {
-    if let ([one], false) = (wanted.demand.containers.as_slice(), detailed) {
-        let free = node.takers(rooms, &one.request, &wanted.filter).count();
-        return NoRoom { request: one.request, free, lacks: Vec::new() }.headline();
-    }
     let Err(misfit) = plan(&node.free_in(rooms), &wanted.demand, &node.rules(wanted)) else {
         return "it fits, but did not a moment ago".into();
     };

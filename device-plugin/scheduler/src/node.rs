@@ -2,9 +2,9 @@
 //! decision reads and never counts.
 
 use std::{
-    borrow::Cow,
     collections::{BTreeMap, HashMap},
     num::NonZeroU32,
+    sync::Arc,
 };
 
 use ledger::{Gpu, GpuFilter, GpuFree, Policy, Rules};
@@ -27,7 +27,7 @@ pub struct Node {
     groups: Vec<GpuGroup>,
     cordoned: Vec<usize>,
     /// Why nothing can be placed here, whatever is free.
-    trouble: Option<String>,
+    trouble: Option<Arc<str>>,
     /// By UID.
     pub(crate) pods: HashMap<Box<str>, PodOnNode>,
     /// What is left of each GPU, in the order of `gpus`.
@@ -91,7 +91,8 @@ impl Node {
     pub fn set_annotations(&mut self, annotations: Option<&BTreeMap<String, String>>) {
         let value = |key: &str| annotations.and_then(|map| map.get(key)).map(String::as_str);
         self.exists = true;
-        self.trouble = self.read(value(annotation::NODE_GPUS), value(annotation::CORDON)).err();
+        self.trouble =
+            self.read(value(annotation::NODE_GPUS), value(annotation::CORDON)).err().map(Into::into);
         if self.trouble.is_some() {
             (self.gpus, self.groups, self.cordoned) = Default::default();
         }
@@ -239,12 +240,9 @@ impl Node {
         self.gpus.iter().zip(rooms).map(free).collect()
     }
 
-    /// What is left of each GPU without what the pod itself holds here.
-    pub(crate) fn rooms_for(&self, uid: &str) -> Cow<'_, [Room]> {
-        match self.pods.contains_key(uid) {
-            true => self.rooms_with(|other| other != uid).into(),
-            false => Cow::Borrowed(&self.rooms),
-        }
+    /// What is left of each GPU.
+    pub(crate) fn rooms(&self) -> &[Room] {
+        &self.rooms
     }
 
     /// What is left of each GPU when only the pods count whose UID `counts`.
@@ -284,8 +282,8 @@ impl Node {
     }
 
     /// Why nothing can be placed here, whatever is free.
-    pub fn trouble(&self) -> Option<&str> {
-        self.trouble.as_deref()
+    pub fn trouble(&self) -> Option<&Arc<str>> {
+        self.trouble.as_ref()
     }
 
     /// Containers of which nobody knows on which GPU they are.

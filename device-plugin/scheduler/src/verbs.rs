@@ -97,8 +97,8 @@ async fn filter(State(service): State<Arc<Service>>, body: Body) -> Response {
         // It fits nowhere; said per node, so that the pod counts as unschedulable and not as a failure of ours.
         Err(error) => {
             info!(pod = %said(pod), "cannot run anywhere: {error}");
-            let error = error.to_string();
-            let unfit = names.iter().map(|name| (*name, error.as_str().into())).collect();
+            let error: Arc<str> = error.to_string().into();
+            let unfit = names.iter().map(|name| (*name, error.clone())).collect();
             json(&FilterAnswer::filtered(&Filtered { fit: Vec::new(), unfit }))
         }
     }

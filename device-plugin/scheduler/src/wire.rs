@@ -1,7 +1,7 @@
 //! What kube-scheduler and an extender say to each other, as `k8s.io/kube-scheduler/extender/v1` has it: JSON with Go's
 //! field names.
 
-use std::{borrow::Cow, collections::BTreeMap};
+use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde::{
@@ -35,7 +35,7 @@ pub struct FilterAnswer<'a> {
     node_names: Option<&'a [&'a str]>,
     /// Nodes that do not, and why.
     #[serde(serialize_with = "as_map")]
-    failed_and_unresolvable_nodes: &'a [(&'a str, Cow<'a, str>)],
+    failed_and_unresolvable_nodes: &'a [(&'a str, Arc<str>)],
     /// Why there is no answer.
     error: &'a str,
 }
@@ -52,10 +52,10 @@ impl<'a> FilterAnswer<'a> {
     }
 }
 
-fn as_map<S: Serializer>(pairs: &&[(&str, Cow<'_, str>)], serializer: S) -> Result<S::Ok, S::Error> {
+fn as_map<S: Serializer>(pairs: &&[(&str, Arc<str>)], serializer: S) -> Result<S::Ok, S::Error> {
     let mut map = serializer.serialize_map(Some(pairs.len()))?;
     for (name, reason) in *pairs {
-        map.serialize_entry(name, reason)?;
+        map.serialize_entry(name, &**reason)?;
     }
     map.end()
 }
