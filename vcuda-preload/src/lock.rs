@@ -1,26 +1,23 @@
-//! A mutual exclusion of four bytes for which zero is "free", so that memory the kernel wipes at fork holds free locks.
-//! Threads of one process only; held for nanoseconds, or around one call of the driver.
+//! A mutual exclusion for which zero is "free", so that memory the kernel wipes at fork holds free locks. Threads of one
+//! process only; held for nanoseconds, or around one call of the driver. Freeing it is a plain store: it is on the way of
+//! every allocation, where a futex's exchange would cost as much as all the rest of a look-up.
 
 use std::{
     cell::UnsafeCell,
     ops::{Deref, DerefMut},
     sync::atomic::{
-        AtomicU32,
+        AtomicBool,
         Ordering::{Acquire, Relaxed, Release},
     },
 };
 
 use crate::errno;
 
-const FREE: u32 = 0;
-const HELD: u32 = 1;
-const WAITED_FOR: u32 = 2;
-
 /// A `T` that one thread at a time uses.
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct Locked<T> {
-    state: AtomicU32,
+    held: AtomicBool,
     value: UnsafeCell<T>,
 }
 
@@ -35,7 +32,7 @@ pub(crate) struct Guard<'a, T> {
 impl<T> Locked<T> {
     /// Waits until the lock is free.
     pub fn lock(&self) -> Guard<'_, T> {
-        if self.state.compare_exchange_weak(FREE, HELD, Acquire, Relaxed).is_err() {
+        if self.held.compare_exchange_weak(false, true, Acquire, Relaxed).is_err() {
             self.wait();
         }
         Guard { of: self }
@@ -43,29 +40,31 @@ impl<T> Locked<T> {
 
     /// The value, if the lock is free now.
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
-        self.state.compare_exchange(FREE, HELD, Acquire, Relaxed).is_ok().then_some(Guard { of: self })
+        self.held.compare_exchange(false, true, Acquire, Relaxed).is_ok().then_some(Guard { of: self })
     }
 
     #[cold]
     fn wait(&self) {
-        for _ in 0..64 {
-            if self.state.load(Relaxed) == FREE
-                && self.state.compare_exchange_weak(FREE, HELD, Acquire, Relaxed).is_ok()
-            {
-                return;
-            }
-            std::hint::spin_loop();
-        }
+        const SPINS: u32 = 64;
+        const YIELDS: u32 = 80;
         let _kept = errno::Keep::new();
-        while self.state.swap(WAITED_FOR, Acquire) != FREE {
-            self.futex(libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, WAITED_FOR);
+        let mut tries = 0;
+        while self.held.load(Relaxed)
+            || self.held.compare_exchange_weak(false, true, Acquire, Relaxed).is_err()
+        {
+            match tries {
+                ..SPINS => std::hint::spin_loop(),
+                // SAFETY: no memory is involved.
+                SPINS..YIELDS => _ = unsafe { libc::sched_yield() },
+                // Who holds it may need this processor, and have a lower real-time priority.
+                YIELDS.. => {
+                    let while_passes = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
+                    // SAFETY: the time outlives the call.
+                    unsafe { libc::nanosleep(&raw const while_passes, std::ptr::null_mut()) };
+                }
+            }
+            tries = (tries + 1).min(YIELDS);
         }
-    }
-
-    fn futex(&self, operation: libc::c_int, value: u32) {
-        let no_timeout = std::ptr::null::<libc::timespec>();
-        // SAFETY: the word outlives the call; whether it waited, and why it stopped, is looked at by the caller.
-        unsafe { libc::syscall(libc::SYS_futex, self.state.as_ptr(), operation, value, no_timeout) };
     }
 }
 
@@ -87,10 +86,7 @@ impl<T> DerefMut for Guard<'_, T> {
 
 impl<T> Drop for Guard<'_, T> {
     fn drop(&mut self) {
-        if self.of.state.swap(FREE, Release) == WAITED_FOR {
-            let _kept = errno::Keep::new();
-            self.of.futex(libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, 1);
-        }
+        self.of.held.store(false, Release);
     }
 }
 

@@ -4,7 +4,7 @@ use std::{
     io::{self, Write},
     path::Path,
     sync::atomic::{
-        AtomicBool, AtomicPtr,
+        AtomicBool, AtomicPtr, AtomicU64,
         Ordering::{Acquire, Relaxed, Release},
     },
 };
@@ -216,10 +216,34 @@ impl Share {
         if result != CUDA_SUCCESS || context == 0 {
             return None;
         }
-        match self.state.contexts.get(context) {
+        if let Some(place) = self.recent(context) {
+            return Some(place);
+        }
+        let place = match self.state.contexts.get(context) {
             Some(word) => Some(Place::unpack(word)),
             None => self.learn_current(context),
+        };
+        if let Some((entry, key)) = self.recent_entry(context)
+            && let Some(word) = place.and_then(Place::pack_short)
+        {
+            entry.store(key | word, Relaxed);
         }
+        place
+    }
+
+    /// The place of a context that was asked for lately: without a lock, for it is on the way of every allocation.
+    fn recent(&self, context: Context) -> Option<Place> {
+        let (entry, key) = self.recent_entry(context)?;
+        let word = entry.load(Relaxed);
+        Place::unpack_short(word).filter(|_| word & !Place::SHORT_MASK == key)
+    }
+
+    /// Where a context is remembered, and the high bits of the word by which it is known there. Drivers' contexts are
+    /// addresses, of 48 bits, aligned to 16; others are not remembered.
+    fn recent_entry(&self, context: Context) -> Option<(&AtomicU64, u64)> {
+        let entries = &self.state.recent_contexts;
+        let at = usize::try_from((context >> 4).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60).unwrap_or(0);
+        (context & 15 == 0 && context >> 48 == 0).then(|| (&entries[at % entries.len()], context << 16))
     }
 
     /// Where stream-ordered allocations in `stream` go now: to its device, whichever context is current.
@@ -286,6 +310,9 @@ impl Share {
 
     /// Forgets a context that is about to be destroyed.
     pub fn forget_context(&self, context: Context) -> Option<Place> {
+        if let Some((entry, _)) = self.recent_entry(context) {
+            entry.store(0, Relaxed);
+        }
         self.state.contexts.remove(context).map(Place::unpack)
     }
 
@@ -310,6 +337,22 @@ impl Share {
 }
 
 impl Place {
+    /// Bits of [`Place::pack_short`].
+    const SHORT_MASK: u64 = (1 << 20) - 1;
+
+    /// In 20 bits: 5 of the GPU, 12 of the context, 3 of the device. None for what does not fit.
+    fn pack_short(self) -> Option<u64> {
+        let device = u64::try_from(self.device).ok().filter(|device| *device < 8)?;
+        Some((self.gpu? as u64 + 1) | (u64::from(self.context) << 5) | (device << 17))
+    }
+
+    fn unpack_short(word: u64) -> Option<Self> {
+        let gpu = usize::try_from(word & 31).ok()?.checked_sub(1)?;
+        let (context, device) =
+            (u16::try_from(word >> 5 & 0xfff).ok()?, Device::try_from(word >> 17 & 7).ok()?);
+        Some(Self { gpu: Some(gpu), context, device })
+    }
+
     fn pack(self) -> u64 {
         u64::from(self.device.cast_unsigned()) << 32
             | u64::from(self.context) << 8
@@ -387,6 +430,8 @@ mod tests {
             Place { gpu: Some(15), context: 0, device: 0 },
         ] {
             assert_eq!(Place::unpack(place.pack()), place);
+            assert_eq!(place.pack_short().and_then(Place::unpack_short), place.gpu.map(|_| place));
         }
+        assert_eq!(Place { gpu: Some(0), context: 1, device: 8 }.pack_short(), None);
     }
 }

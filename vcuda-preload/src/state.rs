@@ -5,7 +5,7 @@
 use std::{
     ptr::NonNull,
     sync::atomic::{
-        AtomicPtr, AtomicU8, AtomicU32,
+        AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
         Ordering::{AcqRel, Acquire},
     },
 };
@@ -41,6 +41,8 @@ pub(crate) struct State {
     pub arrays: Map,
     /// Context → GPU and number.
     pub contexts: Map,
+    /// The same of some, without a lock; see `Share::recent`.
+    pub recent_contexts: [AtomicU64; 16],
     /// Device plus one → its primary context.
     pub primary_contexts: Map,
     /// Physical memory (VMM): handles, mappings.

@@ -178,6 +178,19 @@ impl Room {
         command
     }
 
+    /// A command that runs `program` with the driver, and no shim.
+    pub fn bare_command(&self, program: &Path) -> Command {
+        let mut script = String::from("set -e; mount -t tmpfs none /usr/local; mkdir -p /usr/local/lib\n");
+        for (from, name) in [(&self.cuda, "libcuda.so.1"), (&self.nvml, "libnvidia-ml.so.1")] {
+            let (from, to) = (from.display(), format!("{SYSTEM}/{name}"));
+            script.push_str(&format!("touch {to}; mount --bind '{from}' {to}\n"));
+        }
+        script.push_str(&format!("exec env LD_LIBRARY_PATH={SYSTEM} \"$@\""));
+        let mut command = unshare();
+        command.args(["sh", "-c", &script, "sh"]).arg(program).env_remove("LD_PRELOAD");
+        command
+    }
+
     /// Runs `program` with `arguments` to its end; its standard output.
     pub fn run(&self, program: &Path, arguments: &[&str]) -> String {
         let output = self.command(program).args(arguments).output().unwrap();
@@ -201,7 +214,8 @@ pub const OUT_OF_MEMORY: i32 = 2;
 const GPUS: usize = 4;
 const CLIENTS: usize = 512;
 const CLIENT_BYTES: usize = 8 * (1 + GPUS);
-const CLIENTS_AT: usize = 8 * (3 * GPUS + 1);
+const CLIENTS_USED_AT: usize = 8 * (3 * GPUS + 1);
+const CLIENTS_AT: usize = CLIENTS_USED_AT + 8;
 
 /// UUID of a GPU of the driver in small.
 pub fn model_uuid(gpu: u8) -> [u8; 16] {
@@ -284,6 +298,7 @@ impl Model {
     pub fn neighbour(&self, gpu: usize, bytes: u64) {
         let client = CLIENTS_AT + (CLIENTS - 1) * CLIENT_BYTES;
         self.write(client, 1);
+        self.write(CLIENTS_USED_AT, CLIENTS as u64);
         self.write(client + 8 * (1 + gpu), bytes);
         // Its memory is not the container's.
         self.write(8 * (GPUS + gpu), 0);

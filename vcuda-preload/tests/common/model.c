@@ -28,6 +28,7 @@ struct state {
     uint64_t ceiling[GPUS];           /* what a container may hold, or 0 */
     _Atomic uint64_t peak[GPUS];      /* most that was ever held */
     _Atomic uint64_t passed;          /* times that the ceiling was passed */
+    _Atomic uint64_t clients_used;    /* of those below, the first so many */
     struct { _Atomic int64_t pid; _Atomic uint64_t used[GPUS]; } clients[CLIENTS];
 };
 
@@ -50,7 +51,8 @@ static int gone(int64_t pid) {
 
 static uint64_t held(int gpu) {
     uint64_t sum = 0;
-    for (int n = 0; n < CLIENTS; n++)
+    int used = state->clients_used;
+    for (int n = 0; n < used; n++)
         if (state->clients[n].pid > 0) /* The others' is being cleared. */
             sum += state->clients[n].used[gpu];
     return sum;
@@ -122,6 +124,9 @@ int cuInit(unsigned flags) {
             if (atomic_compare_exchange_strong(&mapped->clients[n].pid, &none, getpid()))
                 self = n;
         }
+        uint64_t used = mapped->clients_used;
+        while (self >= 0 && used <= (uint64_t)self && !atomic_compare_exchange_weak(&mapped->clients_used, &used, self + 1))
+            ;
         state = mapped;
         if (self < 0)
             clear_the_dead();

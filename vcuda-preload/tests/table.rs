@@ -1,0 +1,116 @@
+//! The table is whole: every symbol of the headers and drivers is in it, and everything that can take device memory is
+//! accounted, or has a reason why not.
+
+mod common;
+
+use std::{collections::BTreeMap, fs, process::Command};
+
+use common::{find, real_parts, table};
+
+#[test]
+fn every_symbol_of_the_headers_and_drivers_is_in_the_table() {
+    let Some(parts) = real_parts() else { return };
+    let mut command = Command::new(env!("CARGO"));
+    command.args([
+        "run",
+        "--quiet",
+        "--package",
+        env!("CARGO_PKG_NAME"),
+        "--example",
+        "update-table",
+        "--",
+        "--check",
+    ]);
+    command.args(["11.8", "12.9", "13"].map(|version| parts.join(format!("cudart-{version}/include"))));
+    for driver in ["driver-535", "driver-550", "driver-555"] {
+        command.args(["libcuda.so.", "libnvidia-ml.so."].map(|name| find(&parts.join(driver), name)));
+    }
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn rows_are_whole_and_everybody_knows_the_actions() {
+    for (library, columns, actions) in [
+        ("cuda", 5, &["take", "give", "track", "view", "resolve", "pace", "unseen", "imported", "pass"][..]),
+        ("nvml", 4, &["view", "pass"]),
+    ] {
+        let path = format!("{}/table/{library}.tsv", env!("CARGO_MANIFEST_DIR"));
+        for line in fs::read_to_string(path).unwrap().lines().filter(|line| !line.starts_with('#')) {
+            assert_eq!(line.split('\t').count(), columns, "{line}");
+        }
+        for (symbol, _, action) in table(library) {
+            assert!(actions.contains(&action.as_str()), "{symbol}: {action}");
+        }
+    }
+}
+
+/// Why names that sound like taking memory take none of a device.
+const TAKE_NONE: &[(&str, &str)] = &[
+    ("cuCoredumpRegister", "notes a function"),
+    ("cuCtxAttach", "one more use of a context that is there"),
+    ("cuDeviceRegisterAsyncNotification", "notes a function"),
+    ("cuFuncIsLoaded", "asks"),
+    ("cuGLSetBufferObjectMapFlags", "sets flags"),
+    ("cuGraphConditionalHandleCreate", "a number within a graph"),
+    ("cuGraphCreate", "a description, on the host"),
+    ("cuGraphMemAllocNodeGetParams", "asks"),
+    ("cuGraphRetainUserObject", "counts uses of a host object"),
+    ("cuGraphicsResourceSetMapFlags", "sets flags"),
+    ("cuImportExternalSemaphore", "a semaphore"),
+    ("cuIpcOpenEventHandle", "an event"),
+    ("cuLogicalEndpointIdReserve", "a number"),
+    ("cuLogsRegisterCallback", "notes a function"),
+    ("cuMemAddressReserve", "addresses without memory"),
+    ("cuMemAllocHost", "the host's memory"),
+    ("cuMemGetAllocation", "asks"),
+    ("cuMemHostAlloc", "the host's memory"),
+    ("cuMemHostRegister", "the host's memory"),
+    ("cuMemMapArrayAsync", "memory that is accounted where it was made"),
+    ("cuModuleGetLoadingMode", "asks"),
+    ("cuStreamAttachMemAsync", "managed memory, accounted in full where it was made"),
+    ("cuTensorMap", "a descriptor, on the host"),
+    ("cuUserObject", "host objects"),
+];
+
+#[test]
+fn everything_that_can_take_device_memory_is_accounted_or_has_a_reason() {
+    let sounds_so = |symbol: &str| {
+        [
+            "Alloc",
+            "Create",
+            "Import",
+            "Load",
+            "Instantiate",
+            "Reserve",
+            "Retain",
+            "Open",
+            "Register",
+            "Map",
+            "Attach",
+        ]
+        .iter()
+        .any(|word| symbol.contains(word))
+    };
+    let mut counts: BTreeMap<String, u32> = BTreeMap::new();
+    for (symbol, _, action) in table("cuda") {
+        let what = match action.as_str() {
+            "take" | "track" => "accounted",
+            "unseen" => "charged from the node's sample",
+            "imported" => "owned elsewhere",
+            "pass" | "pace" if sounds_so(&symbol) => {
+                let reason = TAKE_NONE.iter().any(|(beginning, _)| symbol.starts_with(beginning));
+                assert!(reason, "{symbol} may take device memory; say what it does in table/cuda.tsv");
+                "sounds like it, takes none"
+            }
+            _ => "takes none",
+        };
+        *counts.entry(what.into()).or_default() += 1;
+    }
+    println!("symbols of libcuda: {counts:?}");
+    for (beginning, _) in TAKE_NONE {
+        let used =
+            table("cuda").iter().any(|(symbol, _, action)| action == "pass" && symbol.starts_with(beginning));
+        assert!(used, "{beginning}: no such symbol passes");
+    }
+}
