@@ -378,3 +378,33 @@ async fn many_pods_are_bound_to_one_node_at_once() -> Result<()> {
     assert!(taken.values().all(|all| *all == (100, 150)), "{taken:?}");
     Ok(())
 }
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Kubernetes: run with KUBE_BIN_DIR, and -- --ignored"]
+async fn kube_scheduler_is_served_over_https_by_its_client_certificate() -> Result<()> {
+    let plane = ControlPlane::shared().await?;
+    let client = plane.client("admin").await?;
+    create_node(&client, "https", "https-1", &offer(81, 1)).await?;
+    // One CA signs the certificate that both sides show.
+    let files = tempfile::tempdir()?;
+    let file = |name: &str| files.path().join(name).display().to_string();
+    let ca_key = rcgen::KeyPair::generate()?;
+    let mut ca = rcgen::CertificateParams::new(Vec::new())?;
+    ca.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let key = rcgen::KeyPair::generate()?;
+    let certificate = rcgen::CertificateParams::new(vec!["127.0.0.1".into()])?;
+    std::fs::write(file("ca.crt"), ca.self_signed(&ca_key)?.pem())?;
+    let certificate = certificate.signed_by(&key, &rcgen::Issuer::new(ca, ca_key))?;
+    std::fs::write(file("tls.crt"), certificate.pem())?;
+    std::fs::write(file("tls.key"), key.serialize_pem())?;
+
+    let [certificate, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(file);
+    let arguments = ["--tls-certificate", &certificate, "--tls-key", &key, "--client-ca", &ca];
+    let extender = plane.extender("https", &[&["--leader-elect=false"][..], &arguments].concat())?;
+    extender.wait_until_ready().await?;
+    let tls = json!({ "certFile": certificate, "keyFile": key, "caFile": ca });
+    let _kube_scheduler = plane.kube_scheduler_over("https", &extender, Some(tls))?;
+    create_pod(&client, pod("https", "https-a", 20, 4)).await?;
+    wait_for_node(&client, "https-a").await.with_context(|| extender.log())?;
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! What kube-scheduler is told: why not, how well, and who would have to go.
+
+#![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ledger::Policy;
+use proptest::prelude::*;
+use scheduler::{BoundPod, Cluster, ContainerDemand, Demand, Role, Wanted, holds_of_bound};
+use vcuda_config::{GpuGroup, GpuUuid, Link, NodeGpu, NodeGpus, PodPlacement, Request, annotation};
+
+const UNITS: u32 = 100;
+
+fn gpu(node: u8, gpu: u8) -> GpuUuid {
+    GpuUuid::from_bytes([node * 16 + gpu; 16])
+}
+
+fn wanted(core: u32, memory: u32) -> Wanted {
+    let request = Request::new(core, memory).unwrap();
+    let containers = vec![ContainerDemand { name: "main".into(), request, role: Role::App }];
+    Wanted { demand: Demand { containers }, ..Wanted::default() }
+}
+
+fn name(node: u8) -> String {
+    format!("node-{node}")
+}
+
+fn add_node(cluster: &mut Cluster, node: u8, gpus: u8, groups: Vec<GpuGroup>) {
+    let one = |n| NodeGpu {
+        uuid: gpu(node, n),
+        model: "A100".into(),
+        minor: n.into(),
+        units: UNITS,
+        numa: None,
+        healthy: true,
+    };
+    let text = NodeGpus::new((0..gpus).map(one).collect(), groups).to_text();
+    cluster.set_node(&name(node), Some(&BTreeMap::from([(annotation::NODE_GPUS.to_owned(), text)])));
+}
+
+/// A pod of one container on one GPU.
+fn add_pod(cluster: &mut Cluster, uid: &str, node: u8, on: u8, core: u32, priority: i32) {
+    let containers = BTreeMap::from([("main".to_owned(), vec![gpu(node, on)])]);
+    let text = PodPlacement { placed_at: 0, containers }.to_string();
+    let annotations = BTreeMap::from([(annotation::PLACEMENT.to_owned(), text)]);
+    cluster.set_pod(BoundPod {
+        uid: uid.into(),
+        node: name(node),
+        holds: holds_of_bound(&wanted(core, core).demand, &name(node), Some(&annotations)),
+        priority,
+        ending: false,
+    });
+}
+
+fn scores(cluster: &Cluster, wanted: &Wanted, nodes: u8) -> Vec<u64> {
+    let names: Vec<String> = (0..nodes).map(name).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    cluster.prioritize("new", wanted, &names).into_iter().map(|(_, score)| score).collect()
+}
+
+#[test]
+fn some_nodes_say_what_each_gpu_lacks_and_the_rest_of_a_large_cluster_one_text() {
+    let mut cluster = Cluster::default();
+    let names: Vec<String> = (0..15).map(name).collect();
+    for node in 0..15 {
+        add_node(&mut cluster, node, 1, Vec::new());
+        add_pod(&mut cluster, &format!("pod-{node}"), node, 0, 50 + u32::from(node), 0);
+    }
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let filtered = cluster.filter("new", &wanted(60, 40), &names);
+    assert!(filtered.fit.is_empty());
+    let texts: BTreeSet<&str> = filtered.unfit.iter().map(|(_, why)| &**why).collect();
+    assert_eq!(texts.len(), 9, "{texts:?}");
+    assert!(texts.contains("no GPU has 60 core and 10 GiB free"), "{texts:?}");
+    assert!(filtered.unfit[3].1.contains("has 47 core"), "{}", filtered.unfit[3].1);
+
+    let filtered = cluster.filter("new", &wanted(60, 40), &["stranger"]);
+    assert!(filtered.unfit[0].1.contains("not seen the node yet"));
+}
+
+#[test]
+fn packing_prefers_full_gpus_and_nodes_and_spreading_empty_ones() {
+    let mut cluster = Cluster::default();
+    for node in 0..3 {
+        add_node(&mut cluster, node, 2, Vec::new());
+    }
+    add_pod(&mut cluster, "a", 0, 0, 70, 0);
+    // As much in all, but the GPU that is taken is the empty one.
+    add_pod(&mut cluster, "b", 1, 0, 90, 0);
+    let packed = scores(&cluster, &wanted(20, 20), 3);
+    assert!(packed[0] > packed[1] && packed[1] >= packed[2], "{packed:?}");
+    let spread = scores(&cluster, &Wanted { policy: Policy::Spread, ..wanted(20, 20) }, 3);
+    assert!(spread[2] >= spread[1] && spread[2] > spread[0], "{spread:?}");
+    // What asks for nothing has no preference.
+    assert_eq!(scores(&cluster, &Wanted::default(), 3), [0, 0, 0]);
+}
+
+#[test]
+fn whole_gpus_prefer_a_node_that_links_them_fast() {
+    let mut cluster = Cluster::default();
+    let group = |link| vec![GpuGroup { link, gpus: vec![0, 1] }];
+    add_node(&mut cluster, 0, 4, group(Link::Numa));
+    add_node(&mut cluster, 1, 4, group(Link::NvLink));
+    add_node(&mut cluster, 2, 4, Vec::new());
+    let linked = scores(&cluster, &wanted(200, 0), 3);
+    assert!(linked[1] > linked[0] && linked[0] > linked[2], "{linked:?}");
+}
+
+proptest! {
+    /// Whoever has to go is less important, is enough, and is needed.
+    #[test]
+    fn victims_make_room_and_no_one_goes_in_vain(
+        pods in proptest::collection::vec((0..3_u8, 1..60_u32, 0..4_i32), 0..14),
+        asked in prop_oneof![1..100_u32, (1..4_u32).prop_map(|gpus| gpus * 100)],
+        priority in 0..4_i32,
+        named in proptest::collection::btree_set(0..14_usize, 0..3),
+    ) {
+        let build = |gone: &BTreeSet<String>| {
+            let mut cluster = Cluster::default();
+            add_node(&mut cluster, 0, 3, Vec::new());
+            let mut left = [100_u32; 3];
+            for (at, (on, core, priority)) in pods.iter().enumerate() {
+                let uid = format!("pod-{at:02}");
+                if left[usize::from(*on)] >= *core {
+                    left[usize::from(*on)] -= core;
+                    if !gone.contains(&uid) {
+                        add_pod(&mut cluster, &uid, 0, *on, *core, *priority);
+                    }
+                }
+            }
+            cluster
+        };
+        let wanted = Wanted { priority, ..wanted(asked, 10) };
+        let fits = |gone: &BTreeSet<String>| !build(gone).filter("new", &wanted, &["node-0"]).fit.is_empty();
+        let named: Vec<String> = named.iter().map(|at| format!("pod-{at:02}")).collect();
+        let cluster = build(&BTreeSet::new());
+        let node = name(0);
+        let found = cluster.victims(&wanted, &node, named.iter().map(|uid| uid.as_str().into()).collect());
+        match found {
+            Some(victims) => {
+                let uids: BTreeSet<String> = victims.uids.iter().map(ToString::to_string).collect();
+                prop_assert_eq!(uids.len(), victims.uids.len());
+                prop_assert!(named.iter().all(|uid| uids.contains(uid)));
+                prop_assert!(fits(&uids));
+                for uid in uids.iter().filter(|uid| !named.contains(uid)) {
+                    let at: usize = uid["pod-".len()..].parse().unwrap();
+                    prop_assert!(pods[at].2 < priority, "{uid} is as important");
+                    let spared = uids.iter().filter(|other| *other != uid).cloned().collect();
+                    prop_assert!(!fits(&spared), "{uid} went in vain");
+                }
+            }
+            None => {
+                let lesser = (0..pods.len()).filter(|at| pods[*at].2 < priority).map(|at| format!("pod-{at:02}"));
+                prop_assert!(!fits(&lesser.chain(named).collect()));
+            }
+        }
+    }
+}
