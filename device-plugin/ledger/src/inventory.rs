@@ -7,7 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vcuda_config::GpuUuid;
+use vcuda_config::{GpuGroup, GpuUuid, NodeGpu, NodeGpus};
 
 use crate::files;
 
@@ -130,6 +130,19 @@ impl Inventory {
     /// Writes the inventory to `path`, atomically, readable by root only.
     pub fn store(&self, path: &Path) -> io::Result<()> {
         files::write_atomically(path, &serde_json::to_vec_pretty(self)?, 0o600)
+    }
+
+    /// What the node tells the cluster; `groups` say how the GPUs are connected, by their positions in the inventory.
+    pub fn node_gpus(&self, groups: Vec<GpuGroup>) -> NodeGpus {
+        let told = |gpu: &Gpu| NodeGpu {
+            uuid: gpu.uuid.clone(),
+            model: gpu.name.clone(),
+            minor: gpu.minor,
+            units: gpu.memory_units,
+            numa: gpu.numa_node,
+            healthy: gpu.healthy,
+        };
+        NodeGpus::new(self.gpus.iter().map(told).collect(), groups)
     }
 
     /// The GPU with this UUID.

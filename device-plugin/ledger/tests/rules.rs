@@ -2,9 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
-use ledger::{Choice, Gpu, GpuFilter, GpuFree, Lack, Policy, Rules, Wishes, place_by, takes};
+use ledger::{
+    Choice, Driver, Gpu, GpuFilter, GpuFree, Inventory, Lack, Policy, Rules, Wishes, place_by, takes,
+};
 use proptest::prelude::*;
-use vcuda_config::{CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, Request, annotation};
+use vcuda_config::{CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, NodeGpus, Request, annotation};
 
 const UNITS: u32 = 160;
 
@@ -44,6 +46,24 @@ fn picked(free: &[GpuFree<'_>], core: u32, prefer: &[GpuUuid], rules: &Rules<'_>
 
 fn group(link: Link, gpus: &[usize]) -> GpuGroup {
     GpuGroup { link, gpus: gpus.into() }
+}
+
+#[test]
+fn the_cluster_is_told_what_the_node_places_by() {
+    let mut inventory = Inventory::new(
+        "boot".into(),
+        Driver { version: "550.163.01".into(), library_dir: "/usr/lib".into() },
+        Vec::new(),
+        gpus(2),
+    );
+    inventory.gpus[1].healthy = false;
+    let told = inventory.node_gpus(vec![group(Link::NvLink, &[0, 1])]);
+    let read = NodeGpus::parse(&told.to_text()).unwrap();
+    assert_eq!(read.groups.len(), 1);
+    for (gpu, told) in inventory.gpus.iter().zip(&read.gpus) {
+        assert_eq!((&told.uuid, &told.model, told.minor), (&gpu.uuid, &gpu.name, gpu.minor));
+        assert_eq!((told.units, told.numa, told.healthy), (gpu.memory_units, gpu.numa_node, gpu.healthy));
+    }
 }
 
 #[test]

@@ -35,6 +35,9 @@ pub enum BindError {
     /// The pod is no longer there to be bound.
     #[error("the pod was deleted")]
     Gone,
+    /// The pod could not be read.
+    #[error("the API server did not tell what the pod asks for: {0}")]
+    Unread(String),
     /// The API server said no.
     #[error("the API server refused to bind the pod: {0}")]
     ApiServer(String),
@@ -91,8 +94,7 @@ impl Service {
     }
 
     async fn look_up(&self, pods: &Api<Pod>, name: &str, uid: &str) -> Result<Arc<Wanted>, BindError> {
-        let found = pods.get_opt(name).await.map_err(|error| BindError::ApiServer(error.to_string()))?;
-        let pod = found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)).ok_or(BindError::Gone)?;
+        let pod = self.find(pods, name, uid).await.map_err(BindError::Unread)?.ok_or(BindError::Gone)?;
         Ok(self.read(&pod)?)
     }
 
