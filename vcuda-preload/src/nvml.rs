@@ -1,6 +1,6 @@
 //! Our functions that stand for NVML's: the share's memory, and the container's own processes.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_int, c_void};
 
 use crate::{
     errno,
@@ -14,6 +14,7 @@ type Return = c_int;
 type Device = u64;
 
 const SUCCESS: Return = 0;
+const ERROR_NOT_FOUND: Return = 6;
 const ERROR_INSUFFICIENT_SIZE: Return = 7;
 /// "An operating system call failed": the share is not in place.
 const ERROR_OPERATING_SYSTEM: Return = 17;
@@ -215,6 +216,190 @@ lists!(nvmlDeviceGetGraphicsRunningProcesses_v3, ProcessInfo, false);
 lists!(nvmlDeviceGetMPSComputeRunningProcesses, ProcessInfoV1, false);
 lists!(nvmlDeviceGetMPSComputeRunningProcesses_v2, ProcessInfo, false);
 lists!(nvmlDeviceGetMPSComputeRunningProcesses_v3, ProcessInfo, false);
+
+// ---- what the driver says of processes, with those of others left out ---------------------------------------------
+
+/// The process IDs of the container that hold memory of the device, as its processes see them; none if the device is none
+/// of the share's.
+fn own_pids(device: Device) -> Option<Vec<u32>> {
+    let (share, gpu) = find(device)?;
+    let mut pids = Vec::new();
+    share.for_each_process(gpu, |pid, _| pids.push(pid));
+    Some(pids)
+}
+
+/// Moves the entries that are the container's own to the front of `list`, and puts their number into `count`.
+///
+/// # Safety
+/// `list` must be null, or hold `count` entries.
+unsafe fn leave_others_out<T: Copy>(device: Device, list: *mut T, count: &mut u32, pid: impl Fn(&T) -> u32) {
+    let Some(own) = own_pids(device).filter(|_| !list.is_null()) else { return };
+    // SAFETY: the caller's promise.
+    let entries = unsafe { std::slice::from_raw_parts_mut(list, *count as usize) };
+    let mut kept = 0;
+    for at in 0..entries.len() {
+        if own.contains(&pid(&entries[at])) {
+            entries[kept] = entries[at];
+            kept += 1;
+        }
+    }
+    *count = u32::try_from(kept).unwrap_or(0);
+}
+
+/// `nvmlProcessUtilizationSample_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct UtilizationSample {
+    pid: u32,
+    time: u64,
+    utilization: [u32; 4],
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn nvmlDeviceGetProcessUtilization(
+    device: Device,
+    samples: *mut UtilizationSample,
+    count: *mut u32,
+    since: u64,
+) -> Return {
+    // SAFETY: the arguments are the application's, for the driver to judge; on success both are filled.
+    unsafe {
+        let result = driver!(nvml::nvmlDeviceGetProcessUtilization(
+            device => Device, samples => *mut UtilizationSample, count => *mut u32, since => u64,
+        ));
+        if result == SUCCESS {
+            leave_others_out(device, samples, &mut *count, |sample| sample.pid);
+        }
+        result
+    }
+}
+
+/// `nvmlProcessUtilizationInfo_v1_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct UtilizationInfo {
+    time: u64,
+    pid: u32,
+    utilization: [u32; 6],
+}
+
+/// `nvmlProcessesUtilizationInfo_v1_t`.
+#[repr(C)]
+pub(crate) struct UtilizationInfos {
+    version: u32,
+    count: u32,
+    since: u64,
+    list: *mut UtilizationInfo,
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn nvmlDeviceGetProcessesUtilizationInfo(
+    device: Device,
+    infos: *mut UtilizationInfos,
+) -> Return {
+    // SAFETY: as above.
+    unsafe {
+        let result = driver!(nvml::nvmlDeviceGetProcessesUtilizationInfo(device => Device, infos => *mut UtilizationInfos));
+        if result == SUCCESS {
+            leave_others_out(device, (*infos).list, &mut (*infos).count, |info| info.pid);
+        }
+        result
+    }
+}
+
+/// `nvmlProcessDetail_v1_t`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ProcessDetail {
+    pid: u32,
+    bytes: u64,
+    instances: [u32; 2],
+    protected_bytes: u64,
+}
+
+/// `nvmlProcessDetailList_v1_t`.
+#[repr(C)]
+pub(crate) struct ProcessDetails {
+    version: u32,
+    mode: u32,
+    count: u32,
+    list: *mut ProcessDetail,
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn nvmlDeviceGetRunningProcessDetailList(
+    device: Device,
+    details: *mut ProcessDetails,
+) -> Return {
+    // SAFETY: as above.
+    unsafe {
+        let result = driver!(nvml::nvmlDeviceGetRunningProcessDetailList(device => Device, details => *mut ProcessDetails));
+        if result == SUCCESS {
+            leave_others_out(device, (*details).list, &mut (*details).count, |detail| detail.pid);
+        }
+        result
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn nvmlDeviceGetAccountingPids(
+    device: Device,
+    count: *mut u32,
+    pids: *mut u32,
+) -> Return {
+    // SAFETY: as above.
+    unsafe {
+        let result =
+            driver!(nvml::nvmlDeviceGetAccountingPids(device => Device, count => *mut u32, pids => *mut u32));
+        if result == SUCCESS {
+            leave_others_out(device, pids, &mut *count, |pid| *pid);
+        }
+        result
+    }
+}
+
+macro_rules! of_one_process {
+    ($symbol:ident, $stats:ty) => {
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(device: Device, pid: u32, stats: *mut $stats) -> Return {
+            if own_pids(device).is_some_and(|own| !own.contains(&pid)) {
+                return ERROR_NOT_FOUND;
+            }
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            unsafe { driver!(nvml::$symbol(device => Device, pid => u32, stats => *mut $stats)) }
+        }
+    };
+}
+of_one_process!(nvmlDeviceGetAccountingStats, c_void);
+of_one_process!(nvmlDeviceGetAccountingStats_v2, c_void);
+
+/// `nvmlUtilization_t`.
+#[repr(C)]
+pub(crate) struct Utilization {
+    gpu: u32,
+    memory: u32,
+}
+
+/// The container's own share of the GPU's time, once the node measures it; the card's till then.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn nvmlDeviceGetUtilizationRates(
+    device: Device,
+    rates: *mut Utilization,
+) -> Return {
+    // SAFETY: the arguments are the application's, for the driver to judge; on success it is filled.
+    unsafe {
+        let result =
+            driver!(nvml::nvmlDeviceGetUtilizationRates(device => Device, rates => *mut Utilization));
+        if result == SUCCESS
+            && let Some((share, gpu)) = find(device)
+            && let Some(busy) = share.limits().busy_percent(gpu)
+        {
+            // Of the time that the card's memory was busy, the part of this container is not known; it is not more.
+            *rates = Utilization { gpu: busy, memory: (*rates).memory.min(busy) };
+        }
+        result
+    }
+}
 
 #[cfg(test)]
 mod tests {

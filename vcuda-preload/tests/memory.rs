@@ -348,6 +348,12 @@ fn neighbours_are_not_seen() {
     assert_eq!(session.info(), (CEILING - MIB, CEILING));
     assert_eq!(session.call("nvml 0"), (0, CEILING - MIB, CEILING));
     assert_eq!(session.call("nvml-processes 0"), (0, 1, MIB));
+    // Of those that the driver saw at work, only its own; and the card's busy time until the node measures the share's.
+    assert_eq!(session.call("nvml-utilization 0"), (0, 1, 90_080));
+    let node = LimitsWriter::open(&model.room.limits()).unwrap();
+    node.set_busy_percent(&model_uuid(0), 17).unwrap();
+    node.beat(1);
+    assert_eq!(session.call("nvml-utilization 0"), (0, 1, 17_017));
 }
 
 #[test]

@@ -39,7 +39,9 @@ pub(crate) struct LimitEntry {
     pub core: AtomicU64,
     /// Bytes that the node measured and the shim cannot see: contexts, modules, local memory.
     pub unseen_bytes: AtomicU64,
-    _reserved: [AtomicU64; 11],
+    /// Share of the GPU's time that the container used in the last tick, in percent of the GPU.
+    pub busy_percent: AtomicU64,
+    _reserved: [AtomicU64; 10],
 }
 
 /// `usage`: header page, totals page, then one slot a process.

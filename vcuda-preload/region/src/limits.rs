@@ -114,6 +114,13 @@ impl Limits {
         self.file.gpus.get(gpu).map_or(0, |entry| entry.unseen_bytes.load(Relaxed))
     }
 
+    /// Share of the time of GPU number `gpu` that the container used in the node's last tick, in percent of the GPU; none
+    /// before the node's first sign of life.
+    pub fn busy_percent(&self, gpu: usize) -> Option<u32> {
+        let entry = self.file.gpus.get(gpu).filter(|_| self.heartbeat_ns() != 0)?;
+        Some(u32::try_from(entry.busy_percent.load(Relaxed)).unwrap_or(u32::MAX).min(100))
+    }
+
     /// CLOCK_MONOTONIC of the node's last sign of life in nanoseconds; 0 before the first.
     pub fn heartbeat_ns(&self) -> u64 {
         self.file.heartbeat_ns.load(Acquire)
@@ -158,6 +165,15 @@ impl LimitsWriter {
     /// The share does not have that GPU.
     pub fn set_unseen(&self, uuid: &[u8; 16], bytes: u64) -> io::Result<()> {
         self.entry(uuid)?.unseen_bytes.store(bytes, Relaxed);
+        Ok(())
+    }
+
+    /// Says what share of the time of the GPU with this UUID the container used in the last tick, in percent of the GPU.
+    ///
+    /// # Errors
+    /// The share does not have that GPU.
+    pub fn set_busy_percent(&self, uuid: &[u8; 16], percent: u32) -> io::Result<()> {
+        self.entry(uuid)?.busy_percent.store(percent.into(), Relaxed);
         Ok(())
     }
 
@@ -271,7 +287,10 @@ mod tests {
         let changed = GpuLimit { memory_bytes: 2 << 30, core_percent: 40, ..gpu(2, 0) };
         outside.set(&changed).unwrap();
         outside.set_unseen(&[2; 16], 300 << 20).unwrap();
+        outside.set_busy_percent(&[2; 16], 37).unwrap();
+        assert_eq!(inside.busy_percent(1), None, "nobody measures yet");
         outside.beat(77);
+        assert_eq!((inside.busy_percent(1), inside.busy_percent(0)), (Some(37), Some(0)));
 
         assert_eq!(inside.get(1), Some(changed));
         assert_eq!(inside.get(0), Some(gpu(1, 1 << 30)), "the other GPU keeps its limit");

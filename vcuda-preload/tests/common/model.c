@@ -765,3 +765,16 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struc
 int nvmlDeviceGetGraphicsRunningProcesses_v3(void *device, unsigned *count, struct process *list) {
     return nvmlDeviceGetComputeRunningProcesses_v3(device, count, list);
 }
+struct sample { unsigned pid; uint64_t time; unsigned utilization[4]; };
+int nvmlDeviceGetProcessUtilization(void *device, struct sample *samples, unsigned *count, uint64_t since) {
+    (void)device, (void)since;
+    unsigned found = 0, room = *count;
+    for (int n = 0; n < CLIENTS; n++)
+        if (state->clients[n].pid > 0) {
+            if (samples && found < room)
+                samples[found] = (struct sample){state->clients[n].pid, 1, {50, 0, 0, 0}};
+            found++;
+        }
+    return *count = found, !samples || found > room ? 7 : 0;
+}
+int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { return (void)device, rates[0] = 90, rates[1] = 80, 0; }

@@ -172,6 +172,19 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         out[1] = list[0].bytes + list[1].bytes;
         return result;
     }
+    if (!strcmp(name, "nvml-utilization")) {
+        /* Processes that were seen at work, and the busy time of the GPU and its memory. */
+        u64 device;
+        struct { unsigned pid; u64 time; unsigned utilization[4]; } samples[512];
+        unsigned count = 512, rates[2];
+        CALL("nvmlInit_v2");
+        CALL("nvmlDeviceGetHandleByIndex_v2", a, &device);
+        int result = CALL("nvmlDeviceGetProcessUtilization", device, samples, &count, 0UL);
+        out[0] = count;
+        CALL("nvmlDeviceGetUtilizationRates", device, rates);
+        out[1] = rates[0] * 1000 + rates[1];
+        return result;
+    }
     if (!strcmp(name, "fork")) {
         /* In the child the driver is not initialised; what it frees is not its own. It asks all the same. */
         fflush(stdout);
