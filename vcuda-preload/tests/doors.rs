@@ -141,6 +141,19 @@ fn every_door_leads_to_the_shim() {
 }
 
 #[test]
+fn the_shim_is_loaded_once_under_all_its_names() {
+    let Some(setup) = room("driver-550") else { return };
+    let names = [
+        "libcuda.so.1",
+        "libcuda.so",
+        "/usr/local/lib/libcuda.so.550.1",
+        "libnvidia-ml.so.1",
+        "libnvidia-ml.so",
+    ];
+    assert_eq!(behind(&setup, &setup.client, "same", place::SHIM, &names), ["once"; 5]);
+}
+
+#[test]
 fn an_image_with_its_own_libcuda_gets_the_shim() {
     let Some(setup) = room("driver-550") else { return };
     let compat = "/usr/local/cuda/compat/libcuda.so.555.58.02";
@@ -230,6 +243,43 @@ fn proc_addresses_are_the_drivers_for_every_name_version_and_flag() {
         let numbers: Vec<u64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         println!("{driver}: {said}");
         assert!(numbers[0] > 100_000 && numbers[1] > 1_000, "{said}");
+    }
+}
+
+#[test]
+fn real_runtimes_find_all_they_look_for() {
+    for driver in DRIVERS {
+        let Some(setup) = room(driver) else { return };
+        let folder = setup.room.folder.path();
+        let shared = compile(folder, "shared", &source("runtime.c"), &["-ldl"]);
+        for (version, file) in
+            [("11.8", "libcudart.so.11.0"), ("12.9", "libcudart.so.12"), ("13", "libcudart.so.13")]
+        {
+            let parts = setup.parts.join(format!("cudart-{version}"));
+            let library = parts.join(file);
+            let mut programs = vec![(&shared, vec![library.to_str().unwrap()])];
+            let archive = parts.join("libcudart_static.a");
+            let linked = archive.exists().then(|| {
+                let flags = ["-DSTATIC", archive.to_str().unwrap(), "-ldl", "-lrt", "-lpthread"];
+                compile(folder, &format!("static-{version}"), &source("runtime.c"), &flags)
+            });
+            programs.extend(linked.iter().map(|program| (program, vec![])));
+            for (program, arguments) in programs {
+                let bare = setup.room.bare_command(program).args(&arguments).output().unwrap();
+                let shim = setup.room.try_run(program, &arguments);
+                let said = String::from_utf8_lossy(&bare.stdout);
+                // Without a GPU: no device (100), or, to the newest runtime, a driver that is too old (35).
+                assert!(
+                    said.contains("100 devices") || said.contains("35 devices"),
+                    "{driver} {version}: {bare:?}"
+                );
+                assert_eq!(
+                    (bare.status, &bare.stdout, &bare.stderr),
+                    (shim.status, &shim.stdout, &shim.stderr),
+                    "{driver} {version}"
+                );
+            }
+        }
     }
 }
 

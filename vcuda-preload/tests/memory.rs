@@ -3,6 +3,8 @@
 
 mod common;
 
+use std::{fs::File, io::Write, os::unix::fs::FileExt, process::Stdio};
+
 use common::{MIB, Model, OUT_OF_MEMORY, Session, can_mount, limit, model_uuid};
 use region::{GpuLimit, LimitsWriter};
 
@@ -49,6 +51,86 @@ fn the_ceiling_holds_and_what_is_freed_is_to_be_had_again() {
     assert_eq!(session.call("alloc 0").0, 1);
     exact(&model, &mut session, CEILING / 2 + 512);
     assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn a_program_that_resolves_as_a_runtime_does_is_held_as_well() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("SESSION_RESOLVES", "1"));
+    session.must("init 0");
+    for (make, end, bytes) in [
+        (format!("alloc {MIB}"), "free", MIB),
+        (format!("managed {MIB}"), "free", MIB),
+        ("pitch 512 100".into(), "free", 51200),
+        ("array 128 128".into(), "free-array", 65536),
+        (format!("create {}", 2 * MIB), "release", 2 * MIB),
+        (format!("async {MIB}"), "free-async", 32 * MIB),
+        (format!("async-thread {MIB}"), "free-async", 32 * MIB),
+    ] {
+        let key = session.must(&make);
+        exact(&model, &mut session, bytes);
+        session.must(&format!("{end} {key}"));
+        session.must("wait");
+        exact(&model, &mut session, 0);
+    }
+    assert_eq!(session.call(&format!("alloc {}", CEILING + 1)).0, OUT_OF_MEMORY);
+}
+
+#[test]
+fn a_refusal_is_said_on_stderr_only_if_asked() {
+    let Some(model) = model() else { return };
+    for asked in [false, true] {
+        let mut command = model.command();
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        if asked {
+            command.env("VCUDA_LOG", "1");
+        }
+        let mut child = command.spawn().unwrap();
+        let mut input = child.stdin.take().unwrap();
+        writeln!(input, "init 0\nalloc {}", 2 * CEILING).unwrap();
+        drop(input);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "0 0 0\n2 0 0\n");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(said.lines().count(), usize::from(asked), "{said}");
+        assert_eq!(said.contains(&CEILING.to_string()), asked, "{said}");
+    }
+}
+
+#[test]
+fn a_container_that_scribbles_over_its_usage_spoils_its_figures_and_nothing_else() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let file = File::options().write(true).open(model.room.usage()).unwrap();
+    let mut random = 0x1234_5678_9abc_def1_u64;
+    let mut next = || {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random
+    };
+    for round in 0..300 {
+        // Totals, the first slots, the header, the bits; whole pages or single words.
+        let at = match round % 4 {
+            0 => 4096 + next() % 2048 / 8 * 8,
+            1 => 8192 + next() % 4096 / 8 * 8,
+            2 => next() % 4096 / 8 * 8,
+            _ => next() % (8192 + 1024 * 512 - 4096),
+        };
+        let words = if round % 3 == 0 { 512 } else { 1 };
+        let garbage: Vec<u8> = (0..words).flat_map(|_| next().to_le_bytes()).collect();
+        file.write_all_at(&garbage, at).unwrap();
+        // Whatever it answers, it answers, and what is freed is the driver's to free.
+        let (result, block, _) = session.call("alloc 4096");
+        assert!(matches!(result, 0 | OUT_OF_MEMORY), "{result}");
+        if result == 0 {
+            session.must(&format!("free {block}"));
+        }
+        let (free, total) = session.info();
+        assert!(free <= total && total == CEILING);
+        assert!(matches!(session.call("nvml-processes 0").0, 0 | 7));
+    }
+    assert_eq!(model.held(0), 0);
 }
 
 #[test]

@@ -145,7 +145,10 @@ int main(int argc, char **argv) {
             say(door, name, look(handle, name));
         } else if (!strcmp(door, "namespace"))
             say(door, name, dlsym(dlmopen(LM_ID_NEWLM, file, RTLD_NOW), name));
-        else if (!strcmp(door, "own-namespace")) {
+        else if (!strcmp(door, "same")) {
+            void *handle = dlopen(file, RTLD_NOW), *other = dlopen(name, RTLD_NOW);
+            printf("%s %s %s\n", door, name, handle && handle == other ? "once" : "again");
+        } else if (!strcmp(door, "own-namespace")) {
             void *libc = dlopen("libc.so.6", RTLD_NOW), *here = dlopen("libcuda.so.1", RTLD_NOW);
             void *(*real)(void *, const char *) = (void *(*)(void *, const char *))dlsym(libc, "dlsym");
             void *handle = dlmopen(LM_ID_NEWLM, file, RTLD_NOW);

@@ -104,6 +104,11 @@ pub struct Room {
 }
 
 impl Room {
+    /// The driver's libraries are others.
+    pub fn with_driver(self, cuda: &Path, nvml: &Path) -> Self {
+        Self { cuda: cuda.into(), nvml: nvml.into(), ..self }
+    }
+
     /// A room with these libraries as the driver's, and a share of the GPUs given.
     pub fn new(cuda: &Path, nvml: &Path, gpus: &[GpuLimit]) -> Self {
         let folder = tempfile::tempdir().unwrap();
@@ -256,7 +261,7 @@ impl Model {
         let room = Room::new(&driver, &driver, limits);
         let driver_kept = room.folder.path().join("model.so");
         fs::copy(&driver, &driver_kept).unwrap();
-        let room = Room { cuda: driver_kept.clone(), nvml: driver_kept, ..room };
+        let room = room.with_driver(&driver_kept, &driver_kept);
         let flags = ["-Wno-strict-prototypes", "-ldl", "-lpthread"];
         let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
         let path = room.folder.path().join("state");

@@ -704,9 +704,10 @@ int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsi
 }
 
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
-    (void)version, (void)flags;
-    static const char *suffixes[] = {"_v2", ""};
-    for (int n = 0; n < 2; n++) {
+    (void)version;
+    /* The newest there is here. */
+    const char *suffixes[] = {flags == 2 ? "_ptsz" : "_v2", "_v2", ""};
+    for (int n = 0; n < 3; n++) {
         char name[128];
         snprintf(name, sizeof name, "%s%s", symbol, suffixes[n]);
         /* The C library's dlsym, as the real driver's table is its own. */

@@ -20,7 +20,27 @@ static void *function(const char *name) {
         if (known[n].name == name)
             return known[n].address;
         if (!known[n].name) {
-            void *address = dlsym(strncmp(name, "nvml", 4) ? cuda : nvml, name);
+            void *address = NULL;
+            if (getenv("SESSION_RESOLVES") && strncmp(name, "nvml", 4)) {
+                /* As a runtime does: one look-up by name, and through what that gives one of itself, then all others. */
+                typedef int (*get)(const char *, void **, int, u64, int *);
+                static get resolve;
+                if (!resolve) {
+                    get first = (get)dlsym(cuda, "cuGetProcAddress_v2");
+                    if (!first || first("cuGetProcAddress", (void **)&resolve, 12040, 0, NULL) || !resolve)
+                        exit(3);
+                }
+                char base[80];
+                strcpy(base, name);
+                char *end = strstr(base, "_ptsz"), *number = strstr(base, "_v2");
+                u64 flags = end ? 2 : 0;
+                if (end)
+                    *end = 0;
+                if (number)
+                    *number = 0;
+                resolve(base, &address, 12040, flags, NULL);
+            } else
+                address = dlsym(strncmp(name, "nvml", 4) ? cuda : nvml, name);
             if (!address)
                 fprintf(stderr, "%s: %s\n", name, dlerror()), exit(3);
             known[n].address = address;
