@@ -50,6 +50,9 @@ fn the_ceiling_holds_and_what_is_freed_is_to_be_had_again() {
     assert_eq!(session.call(&format!("alloc {}", usize::MAX)).0, OUT_OF_MEMORY);
     assert_eq!(session.call("alloc 0").0, 1);
     exact(&model, &mut session, CEILING / 2 + 512);
+    // Large ones take whole pages.
+    session.must(&format!("alloc {}", 3 * MIB + 1));
+    exact(&model, &mut session, CEILING / 2 + 512 + 4 * MIB);
     assert_eq!(model.passed(), 0);
 }
 
@@ -187,7 +190,10 @@ fn a_pitched_block_that_turns_out_larger_counts_as_it_is_or_is_not_had() {
     let pitched = session.must("pitch 5000 100");
     exact(&model, &mut session, (5120 + 512) * 100);
     session.must(&format!("free {pitched}"));
-    session.must(&format!("alloc {}", CEILING - 5120 * 100));
+    // All but room for what was to be expected.
+    for bytes in [CEILING - 2 * MIB, MIB, MIB - 5120 * 100] {
+        session.must(&format!("alloc {bytes}"));
+    }
     assert_eq!(session.call("pitch 5000 100").0, OUT_OF_MEMORY);
     exact(&model, &mut session, CEILING - 5120 * 100);
 }
@@ -265,7 +271,7 @@ fn pools_count_what_they_hold() {
     let block = session.must(&format!("from-pool {} {pool}", 10 * MIB));
     exact(&model, &mut session, 32 * MIB);
     session.must(&format!("free-pool {pool}"));
-    exact(&model, &mut session, 10 * MIB);
+    exact(&model, &mut session, 32 * MIB);
     session.must(&format!("free-async {block}"));
     exact(&model, &mut session, 0);
     // A pool of host memory.

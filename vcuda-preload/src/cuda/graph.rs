@@ -17,7 +17,7 @@ use crate::{
         whole,
     },
     real::driver,
-    share::{Share, share},
+    share::{Place, Share, share},
 };
 
 /// Memory that this process's graphs hold.
@@ -37,6 +37,12 @@ struct Account {
     charged: u64,
     /// Of these, taken for runs that have not come back from the driver.
     expected: u64,
+}
+
+impl Account {
+    fn of(gpu: usize) -> Self {
+        Self { gpu, charged: 0, expected: 0 }
+    }
 }
 
 // CUgraphNodeType.
@@ -203,8 +209,7 @@ fn run(exec: Exec, call: impl FnOnce() -> Result) -> Result {
     }
     if let Some(graphs) = &mut *state.graphs.lock() {
         for (device, gpu, bytes) in &taken {
-            let account =
-                graphs.devices.entry(*device).or_insert(Account { gpu: *gpu, charged: 0, expected: 0 });
+            let account = graphs.devices.entry(*device).or_insert(Account::of(*gpu));
             account.charged += bytes;
             account.expected += bytes;
         }
@@ -239,6 +244,10 @@ unsafe fn instantiate(exec: *mut Exec, graph: Graph, call: impl FnOnce() -> Resu
     if result == CUDA_SUCCESS {
         let mut graphs = share.state().graphs.lock();
         let graphs = graphs.get_or_insert_default();
+        // What it takes shows on this device even if its nodes keep it to themselves.
+        if let Some(Place { gpu: Some(gpu), device, .. }) = share.here() {
+            graphs.devices.entry(device).or_insert(Account::of(gpu));
+        }
         // SAFETY: written on success.
         let exec = unsafe { *exec };
         graphs.forget(exec);

@@ -1,4 +1,5 @@
-//! Linear device memory: plain, pitched, managed.
+//! Linear device memory: plain, pitched, managed. A block of more than 1 MiB takes whole pages of 2 MiB; smaller ones are
+//! packed, and count as what they are.
 //!
 //! Managed memory counts in full on the GPU that is current when it is allocated: any kernel may draw all of it there,
 //! and no later call says so.
@@ -17,6 +18,16 @@ pub(super) fn blocks(share: &'static Share) -> &'static Map {
     &share.state().blocks
 }
 
+/// Smaller blocks share pages.
+const LARGE: u64 = 1 << 20;
+/// Larger ones have pages of their own.
+const PAGE: u64 = 2 << 20;
+
+/// Bytes that a block of so many takes of its GPU.
+fn taken(bytes: u64) -> u64 {
+    if bytes > LARGE { bytes.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX) } else { bytes }
+}
+
 /// # Safety
 /// `call` must be a driver's function that on success writes the address through `address`.
 pub(super) unsafe fn allocate_linear(
@@ -24,7 +35,7 @@ pub(super) unsafe fn allocate_linear(
     bytes: usize,
     call: impl FnOnce() -> Result,
 ) -> Result {
-    let bytes = bytes as u64;
+    let bytes = taken(bytes as u64);
     // SAFETY: read only after success, when the driver has written it.
     let outcome = || Allocated { key: unsafe { *address }, bytes };
     allocate(blocks, bytes, call, outcome, |_| {})
@@ -73,7 +84,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
     let expected = (width_bytes as u64).saturating_add(PITCH_BYTES - 1) / PITCH_BYTES * PITCH_BYTES;
     allocate(
         blocks,
-        expected.saturating_mul(rows),
+        taken(expected.saturating_mul(rows)),
         // SAFETY: the arguments are the application's, for the driver to judge.
         || unsafe {
             driver!(cuda::cuMemAllocPitch_v2(
@@ -82,7 +93,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
             ))
         },
         // SAFETY: both are written on success.
-        || unsafe { Allocated { key: *address, bytes: (*pitch as u64).saturating_mul(rows) } },
+        || unsafe { Allocated { key: *address, bytes: taken((*pitch as u64).saturating_mul(rows)) } },
         // SAFETY: just allocated, and known to nobody.
         |address| _ = unsafe { driver!(cuda::cuMemFree_v2(address => DevicePtr)) },
     )
@@ -98,7 +109,7 @@ pub(crate) unsafe extern "C" fn cuMemFree_v2(address: DevicePtr) -> Result {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemAlloc(address: *mut u32, bytes: u32) -> Result {
-    let size = u64::from(bytes);
+    let size = taken(u64::from(bytes));
     // SAFETY: the arguments are the application's, for the driver to judge.
     let call = || unsafe { driver!(cuda::cuMemAlloc(address => *mut u32, bytes => u32)) };
     // SAFETY: written on success.
@@ -116,7 +127,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch(
     let rows = u64::from(height);
     allocate(
         blocks,
-        u64::from(width_bytes).next_multiple_of(PITCH_BYTES).saturating_mul(rows),
+        taken(u64::from(width_bytes).next_multiple_of(PITCH_BYTES).saturating_mul(rows)),
         // SAFETY: the arguments are the application's, for the driver to judge.
         || unsafe {
             driver!(cuda::cuMemAllocPitch(
@@ -124,7 +135,9 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch(
             ))
         },
         // SAFETY: both are written on success.
-        || unsafe { Allocated { key: u64::from(*address), bytes: u64::from(*pitch).saturating_mul(rows) } },
+        || unsafe {
+            Allocated { key: u64::from(*address), bytes: taken(u64::from(*pitch).saturating_mul(rows)) }
+        },
         // SAFETY: just allocated, and known to nobody.
         |address| _ = unsafe { driver!(cuda::cuMemFree_v2(address => DevicePtr)) },
     )

@@ -72,6 +72,13 @@ impl Account {
         true
     }
 
+    /// The pool is destroyed, and its last allocation is gone: with it goes all that the pool held.
+    fn close(&mut self, share: &Share) {
+        if let Some(gpu) = self.gpu.checked_sub(1) {
+            share.give(gpu, std::mem::take(&mut self.charged));
+        }
+    }
+
     /// Learns the step from growth by `bytes` where `expected` was expected: the largest power of two in it.
     fn learn(&mut self, expected: u64, bytes: u64) {
         let step = bytes & bytes.wrapping_neg();
@@ -186,10 +193,12 @@ unsafe fn allocate(
         return call();
     }
     let Some(Place { gpu, device, .. }) = share.here_in(stream) else { return call() };
-    let Some(handle) = pool.or_else(|| current(device)) else { return call() };
-    let gpu_of_new = || if is_on_host(handle) { None } else { gpu };
-    let entry = find(share, handle).or_else(|| find_or_make(share, handle, gpu_of_new()));
-    let Some((number, pool)) = entry else {
+    let entry = pool.or_else(|| current(device)).and_then(|handle| {
+        let gpu_of_new = || if is_on_host(handle) { None } else { gpu };
+        let entry = find(share, handle).or_else(|| find_or_make(share, handle, gpu_of_new()));
+        entry.map(|(number, pool)| (handle, number, pool))
+    });
+    let Some((handle, number, pool)) = entry else {
         // SAFETY: the caller's promise.
         return unsafe { memory::allocate_linear(address, bytes, call) };
     };
@@ -244,11 +253,8 @@ pub(super) fn returned(share: &'static Share, number: u16, bytes: u64) {
     account.used = account.used.saturating_sub(bytes);
     if pool.handle.load(Acquire) != 0 {
         share.state().slack.store(1, Relaxed);
-    } else if let Some(gpu) = account.gpu.checked_sub(1) {
-        // The pool is destroyed, and goes with its last allocation.
-        let left = account.used.min(account.charged);
-        share.give(gpu, account.charged - left);
-        account.charged = left;
+    } else if account.used == 0 {
+        account.close(share);
     }
 }
 
@@ -314,10 +320,8 @@ pub(crate) unsafe extern "C" fn cuMemPoolDestroy(pool: Handle) -> Result {
     let result = call();
     if result == CUDA_SUCCESS {
         entry.handle.store(0, Release);
-        if let Some(gpu) = account.gpu.checked_sub(1) {
-            let left = account.used.min(account.charged);
-            share.give(gpu, account.charged - left);
-            account.charged = left;
+        if account.used == 0 {
+            account.close(share);
         }
     }
     result

@@ -254,7 +254,10 @@ static int allocate(uint64_t *address, uint64_t bytes) {
     if (!address || !bytes)
         return INVALID_VALUE;
     int gpu = gpu_of(CURRENT->device), result;
-    uint64_t taken = (bytes + 511) & ~511ull;
+    /* Small blocks share pages, larger ones have their own. */
+    uint64_t unit = bytes > MIB ? 2 * MIB : 512, taken = (bytes + unit - 1) / unit * unit;
+    if (bytes > ~0ull - unit)
+        return OUT_OF_MEMORY;
     if ((result = take(gpu, taken)))
         return result;
     return *address = add_block((struct block){bytes, taken, CURRENT, NULL, gpu, 0}), OK;
@@ -506,7 +509,7 @@ static void pool_shrink(struct pool *pool, uint64_t keep) {
 static void pool_free(struct pool *pool, uint64_t bytes) {
     pool->used -= bytes;
     pool->live--;
-    if (pool->destroyed)
+    if (pool->destroyed && !pool->live)
         pool_shrink(pool, 0);
 }
 static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address);
@@ -579,7 +582,8 @@ int cuMemPoolSetAttribute(struct pool *pool, int which, void *value) {
 int cuMemPoolDestroy(struct pool *pool) {
     pthread_mutex_lock(&lock);
     pool->destroyed = 1;
-    pool_shrink(pool, 0);
+    if (!pool->live)
+        pool_shrink(pool, 0);
     for (int device = 0; device < device_count; device++)
         if (current_pools[device] == pool)
             current_pools[device] = NULL;
