@@ -15,7 +15,7 @@ use crate::{
 /// What the runtime has listed so far.
 #[derive(Debug, Default)]
 pub struct Census {
-    /// When its first part came, in seconds since 1970.
+    /// When its first part came, in milliseconds since 1970.
     taken_at: u64,
     pods: Vec<PodSandbox>,
     /// IDs, and the pod sandboxes they are in, of containers that are created or run.
@@ -28,7 +28,7 @@ impl Census {
     /// Takes one part of the list. Of containers that do not concern us only the ID is kept.
     pub fn add(&mut self, pods: Vec<PodSandbox>, containers: Vec<Container>) {
         if self.taken_at == 0 {
-            self.taken_at = ledger::seconds_since_1970();
+            self.taken_at = ledger::milliseconds_since_1970();
         }
         self.pods.extend(pods);
         for container in containers {

@@ -12,7 +12,7 @@ use std::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use rustix::fs::{CWD, FlockOperation, RenameFlags};
@@ -24,9 +24,9 @@ use crate::{
     ShareRecord, ShareState, Shares, files, place, shares::free_beside,
 };
 
-/// How long after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
+/// How many milliseconds after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
 /// census between a container's creation and its listing (2.0 and later do not, `BlockPluginSync`).
-const LISTING_GRACE: Duration = Duration::from_secs(60);
+const LISTING_GRACE_MS: u64 = 60_000;
 
 /// The ledger of one node.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ pub struct Bound {
 /// What of the node's pods and containers is alive, from the runtime's own list.
 #[derive(Clone, Debug, Default)]
 pub struct Live {
-    /// When the list was made, in seconds since 1970. It says nothing about what was bound since.
+    /// When the list was made, in milliseconds since 1970. It says nothing about what was bound since.
     pub taken_at: u64,
     /// Pods by UID.
     pub pods: BTreeMap<String, PodLife>,
@@ -344,7 +344,7 @@ impl Ledger {
                 self.remove(&name)?;
                 pruned.released.push(name);
             } else if record.state == ShareState::Running && !live.containers.contains(&record.container.id) {
-                if this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE.as_secs()) {
+                if this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE_MS) {
                     pruned.unseen.push(name);
                 } else {
                     self.set_stopped(&name, record)?;
@@ -368,7 +368,7 @@ impl Ledger {
             kind,
             gpus: placement.gpus.clone(),
             state: ShareState::Running,
-            bound_at: seconds_since_1970(),
+            bound_at: milliseconds_since_1970(),
             shim: kind == ShareKind::Share,
         }
     }
@@ -462,7 +462,9 @@ impl Ledger {
     }
 }
 
-/// The time, in seconds since 1970.
-pub fn seconds_since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+/// The time, in milliseconds since 1970. With seconds, a share bound in the second of a census would count as bound
+/// after it, and would stay when its pod was gone.
+pub fn milliseconds_since_1970() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_millis().try_into().unwrap_or(u64::MAX)
 }

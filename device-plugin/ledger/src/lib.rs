@@ -16,7 +16,7 @@ pub use files::boot_id;
 pub use filter::{GpuFilter, WishError, Wishes};
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
 pub use ledger::{
-    BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, seconds_since_1970,
+    BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, milliseconds_since_1970,
 };
 pub use place::{Choice, GpuFree, Lack, NoRoom, Placement, place, place_by, takes};
 pub use rules::{Policy, PolicyError, Rules};

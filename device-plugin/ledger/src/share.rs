@@ -165,7 +165,7 @@ pub struct ShareRecord {
     pub gpus: Vec<GpuShare>,
     /// Whether its container runs.
     pub state: ShareState,
-    /// When it was bound to this container, in seconds since 1970.
+    /// When it was bound to this container, in milliseconds since 1970.
     pub bound_at: u64,
     /// Whether the container was given the shim, with limits and usage. Whole GPUs go without.
     pub shim: bool,

@@ -31,7 +31,7 @@ fn minor(bound: &Bound) -> u32 {
 
 /// An empty list of the runtime's, made after all that the test has done so far.
 fn listed() -> Live {
-    Live { taken_at: ledger::seconds_since_1970() + 2, ..Live::default() }
+    Live { taken_at: ledger::milliseconds_since_1970() + 1, ..Live::default() }
 }
 
 #[test]
@@ -225,8 +225,17 @@ fn two_processes_never_promise_the_same_gpu() {
 #[test]
 fn a_list_says_nothing_about_what_was_bound_after_it_was_made() {
     let (_folder, ledger) = open();
-    let live = Live { taken_at: ledger::seconds_since_1970(), ..Live::default() };
+    let live = Live { taken_at: ledger::milliseconds_since_1970(), ..Live::default() };
     let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
     assert!(ledger.prune(&live).unwrap().released.is_empty());
     assert_eq!(ledger.prune(&listed()).unwrap().released, [bound.name]);
+}
+
+#[test]
+fn a_share_bound_a_moment_before_the_list_was_made_goes_with_its_pod() {
+    let (_folder, ledger) = open();
+    let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(2));
+    let live = Live { taken_at: ledger::milliseconds_since_1970(), ..Live::default() };
+    assert_eq!(ledger.prune(&live).unwrap().released, [bound.name]);
 }
