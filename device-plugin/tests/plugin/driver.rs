@@ -53,7 +53,7 @@ impl Module {
 
     fn happens(&self, what: &[&str]) {
         let mut command = Command::new(programs().join("sim-gpud"));
-        assert!(command.arg("--root").arg(&self.root).args(what).status().unwrap().success());
+        assert!(command.arg("ctl").arg("--root").arg(&self.root).args(what).status().unwrap().success());
     }
 }
 
@@ -144,10 +144,10 @@ async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
     let [core, memory] = both(&mut kubelet).await;
     let devices = core.devices_where(sick(None)).await;
 
-    module.happens(&["--gpu", "1", "--xid", "31"]);
+    module.happens(&["xid", "--gpu", "1", "31"]);
     daemon.says("XID of an application, ignored");
     core.devices_where(sick(None)).await;
-    module.happens(&["--gpu", "1", "--xid", "79"]);
+    module.happens(&["xid", "--gpu", "1", "79"]);
     for resource in [&core, &memory] {
         resource.devices_where(sick(Some(1))).await;
     }
@@ -155,7 +155,7 @@ async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
     assert!(refused.message().contains("XID 79"), "{refused}");
     core.allocate(vec![devices[0].id.clone()]).await.unwrap();
 
-    module.happens(&["--gpu", "0", "--lose"]);
+    module.happens(&["lose", "--gpu", "0"]);
     // The other one has been quiet by then.
     core.devices_where(sick(Some(0))).await;
     let refused = core.allocate(vec![devices[0].id.clone()]).await.unwrap_err();
@@ -163,7 +163,7 @@ async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
     let inventory = Inventory::load(&node.path("state/inventory.json")).unwrap();
     assert_eq!(inventory.gpus.iter().map(|gpu| gpu.healthy).collect::<Vec<_>>(), [false, true]);
 
-    module.happens(&["--gpu", "0", "--recover"]);
+    module.happens(&["recover", "--gpu", "0"]);
     for resource in [&core, &memory] {
         resource.devices_where(sick(None)).await;
     }

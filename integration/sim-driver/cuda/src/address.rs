@@ -1,130 +1,104 @@
-//! Names: `cuGetProcAddress` in both forms, error texts, export tables. Answers are those of the real driver, as seen
-//! on 535 and 555: base names only; the newest ABI that is not newer than asked; flags 0 to 3.
+//! `cuGetProcAddress` in both forms: the answers of the real driver, as seen on 535, 550 and 555. Base names only; the newest
+//! ABI that is not newer than asked, the version read as an unsigned number; flags 0 to 3.
 
-use std::ffi::{CStr, c_char, c_void};
+use std::{
+    ffi::{c_int, c_void},
+    fs::File,
+    io::Write,
+    path::PathBuf,
+    sync::OnceLock,
+};
 
 use crate::{
-    INVALID_VALUE, NOT_FOUND, SUCCESS, put, status,
+    driver,
+    ffi::{Error, INVALID_VALUE, NOT_FOUND, Out, Text, api},
     symbols::{NAMES, Variant},
 };
 
 /// `CUdriverProcAddressQueryResult`.
-const FOUND: i32 = 0;
-const UNKNOWN: i32 = 1;
-const TOO_OLD: i32 = 2;
+const FOUND: c_int = 0;
+const UNKNOWN: Error = Error(1);
+const TOO_OLD: Error = Error(2);
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
-const PER_THREAD: u64 = 2;
+const PER_THREAD_DEFAULT: u64 = 2;
 
-fn find(name: &[u8], version: i32, flags: u64) -> Result<&'static Variant, i32> {
-    let at = NAMES.binary_search_by(|(known, _)| known.as_bytes().cmp(name)).map_err(|_| UNKNOWN)?;
-    let variants = NAMES[at].1;
-    let newest = |per_thread: bool| {
-        let fits = |variant: &&Variant| variant.per_thread == per_thread && variant.version <= version;
-        variants.iter().filter(fits).max_by_key(|variant| variant.version)
-    };
-    // A name that has entries for per-thread default streams has nothing else for who asks for them.
-    let per_thread = flags & PER_THREAD != 0 && variants.iter().any(|variant| variant.per_thread);
-    newest(per_thread).ok_or(TOO_OLD)
+/// The highest flags that are accepted.
+const LAST_FLAGS: u64 = 3;
+
+impl Variant {
+    /// Whether a driver of this branch and CUDA version has it.
+    fn there(&self, (branch, cuda): (u32, i32)) -> bool {
+        match branch {
+            ..550 => self.seen[0],
+            550..555 => self.seen[1],
+            555..560 => self.seen[2],
+            _ => self.seen[2] || u32::try_from(cuda).is_ok_and(|cuda| self.since <= cuda),
+        }
+    }
 }
 
-/// # Safety
-/// `name` is null or a C string; the others are null or valid.
-unsafe fn lookup(name: *const c_char, entry: *mut *const (), version: i32, flags: u64) -> Result<(), i32> {
-    if name.is_null() {
+fn find(name: &[u8], version: c_int, flags: u64) -> Result<&'static Variant, Error> {
+    let at = NAMES.binary_search_by(|(known, _)| known.as_bytes().cmp(name)).map_err(|_| UNKNOWN)?;
+    let of_driver = driver::version();
+    let there = || NAMES[at].1.iter().filter(|variant| variant.there(of_driver));
+    if there().next().is_none() {
         return Err(UNKNOWN);
     }
-    // SAFETY: the caller's promise.
-    let found = find(unsafe { CStr::from_ptr(name) }.to_bytes(), version, flags)?;
-    // SAFETY: the caller's promise; null was refused.
-    unsafe { entry.write(found.entry) };
-    Ok(())
+    // A name that has entries for per-thread default streams has nothing else for who asks for them.
+    let per_thread = flags & PER_THREAD_DEFAULT != 0 && there().any(|variant| variant.per_thread);
+    let fits =
+        |variant: &&Variant| variant.per_thread == per_thread && variant.since <= version.cast_unsigned();
+    there().filter(fits).max_by_key(|variant| variant.since).ok_or(TOO_OLD)
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress_v2(
-    name: *const c_char,
-    entry: *mut *const (),
-    version: i32,
-    flags: u64,
-    result: *mut i32,
-) -> i32 {
-    if name.is_null() || entry.is_null() || flags > 3 {
-        return INVALID_VALUE;
+/// Names a file that is told what programs ask for, for tests: what, with which answer.
+const TRACE: &str = "VCUDA_SIM_TRACE";
+
+/// Tells that file a line.
+pub(crate) fn trace(line: impl FnOnce() -> String) {
+    static FILE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let Some(path) = FILE.get_or_init(|| std::env::var_os(TRACE).map(PathBuf::from)) else { return };
+    if let Ok(mut file) = File::options().append(true).create(true).open(path) {
+        let _ = writeln!(file, "{}", line());
     }
-    // SAFETY: the caller's promise.
-    let found = match unsafe { lookup(name, entry, version, flags) } {
-        Ok(()) => FOUND,
-        Err(why) => {
-            // SAFETY: null was refused.
-            unsafe { entry.write(std::ptr::null()) };
-            why
+}
+
+fn traced(name: &[u8], version: c_int, flags: u64, code: c_int) {
+    trace(|| format!("address\t{}\t{version}\t{flags}\t{code}", String::from_utf8_lossy(name)));
+}
+
+fn entry(found: &Variant) -> *const c_void {
+    found.entry.cast()
+}
+
+api! {
+    fn cuGetProcAddress(name: Text, to: Out<*const c_void>, version: c_int, flags: u64) {
+        let name = name.bytes()?;
+        if to.is_null() || flags > LAST_FLAGS {
+            return Err(INVALID_VALUE);
         }
-    };
-    if !result.is_null() {
-        // SAFETY: the caller's promise.
-        unsafe { result.write(found) };
+        let found = find(name, version, flags);
+        traced(name, version, flags, found.as_ref().err().map_or(FOUND, |why| why.0));
+        to.put(entry(found.map_err(|_| NOT_FOUND)?))
     }
-    SUCCESS
-}
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuGetProcAddress(
-    name: *const c_char,
-    entry: *mut *const (),
-    version: i32,
-    flags: u64,
-) -> i32 {
-    if name.is_null() || entry.is_null() || flags > 3 {
-        return INVALID_VALUE;
-    }
-    // SAFETY: the caller's promise.
-    match unsafe { lookup(name, entry, version, flags) } {
-        Ok(()) => SUCCESS,
-        Err(_) => NOT_FOUND,
-    }
-}
-
-/// The vendor's undocumented tables are not forged; a runtime that needs them says that it found no genuine driver.
-#[unsafe(no_mangle)]
-pub extern "C" fn cuGetExportTable(table: *mut *const c_void, _id: *const u8) -> i32 {
-    let _ = put(table, std::ptr::null());
-    NOT_FOUND
-}
-
-const ERRORS: [(i32, &CStr, &CStr); 10] = [
-    (0, c"CUDA_SUCCESS", c"no error"),
-    (1, c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
-    (2, c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
-    (3, c"CUDA_ERROR_NOT_INITIALIZED", c"initialization error"),
-    (100, c"CUDA_ERROR_NO_DEVICE", c"no CUDA-capable device is detected"),
-    (101, c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
-    (201, c"CUDA_ERROR_INVALID_CONTEXT", c"invalid device context"),
-    (400, c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
-    (500, c"CUDA_ERROR_NOT_FOUND", c"named symbol not found"),
-    (801, c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
-];
-
-fn describe(
-    error: i32,
-    to: *mut *const c_char,
-    which: impl Fn(&(i32, &'static CStr, &'static CStr)) -> &'static CStr,
-) -> i32 {
-    match ERRORS.iter().find(|(code, ..)| *code == error) {
-        Some(known) => status(put(to, which(known).as_ptr())),
-        None => {
-            let _ = put(to, std::ptr::null());
-            INVALID_VALUE
+    fn cuGetProcAddress_v2(name: Text, to: Out<*const c_void>, version: c_int, flags: u64, result: Out<c_int>) {
+        let name = name.bytes()?;
+        if to.is_null() || flags > LAST_FLAGS {
+            return Err(INVALID_VALUE);
+        }
+        let found = find(name, version, flags);
+        traced(name, version, flags, found.as_ref().err().map_or(FOUND, |why| why.0));
+        match found {
+            Ok(found) => {
+                result.put_if_wanted(FOUND);
+                to.put(entry(found))
+            }
+            Err(why) => {
+                result.put_if_wanted(why.0);
+                to.put(std::ptr::null())
+            }
         }
     }
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorName(error: i32, to: *mut *const c_char) -> i32 {
-    describe(error, to, |known| known.1)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuGetErrorString(error: i32, to: *mut *const c_char) -> i32 {
-    describe(error, to, |known| known.2)
 }

@@ -1,226 +1,380 @@
-//! Contexts: primary ones, created ones, and each thread's stack of them.
+//! Contexts: primary ones, created ones, and each thread's stack of them. A process's first context on a GPU takes what the
+//! machine's file says; what was allocated in a context goes with it.
 
-use std::cell::RefCell;
-
-use crate::{
-    INVALID_CONTEXT, NOT_INITIALIZED, Outcome,
-    driver::{self, with},
-    put, status,
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
 };
 
-/// A context's handle: where its device stands, with a generation for created ones.
-type Context = u64;
+use crate::{
+    driver::{Driver, Tables, charge, driver, tables},
+    ffi::{
+        CONTEXT_IS_DESTROYED, DEVICE_UNAVAILABLE, Error, INVALID_CONTEXT, INVALID_VALUE, Out, Outcome,
+        PEER_ACCESS_ALREADY_ENABLED, PEER_ACCESS_NOT_ENABLED, api,
+    },
+};
 
-/// Handles of primary contexts: this and the GPU.
-const PRIMARY: u64 = 0x1000;
+/// A handle: the address of a `Context`.
+pub(crate) type Handle = u64;
 
-/// Handles of created ones: this, a number, and the GPU in the last four bits.
-const CREATED: u64 = 0x1_0000;
+/// A GPU that fell off the bus (`CUDA_ERROR_UNKNOWN`).
+const LOST: Error = Error(999);
+
+/// `CUDA_ERROR_DEINITIALIZED`.
+const DEINITIALIZED: Error = Error(4);
+
+/// `CUlimit`s, and what they are at first.
+const LIMITS: [u64; 8] = [1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0];
+
+/// A context. Never freed, so a handle that is used too late does no harm.
+pub(crate) struct Context {
+    pub gpu: usize,
+    alive: AtomicBool,
+    primary: bool,
+    flags: AtomicU32,
+    limits: [AtomicU64; LIMITS.len()],
+    number: u64,
+}
+
+impl Context {
+    pub(crate) fn handle(&'static self) -> Handle {
+        std::ptr::from_ref(self) as u64
+    }
+}
+
+/// The process's contexts.
+#[derive(Default)]
+pub(crate) struct Contexts {
+    all: HashMap<Handle, &'static Context>,
+    /// Primary context of each GPU, how often it is retained, and its flags for the next time.
+    primary: HashMap<usize, Primary>,
+    peers: Vec<(Handle, Handle)>,
+}
+
+#[derive(Default)]
+struct Primary {
+    context: Option<&'static Context>,
+    retained: u32,
+    flags: u32,
+}
 
 thread_local! {
-    static STACK: RefCell<Vec<Context>> = const { RefCell::new(Vec::new()) };
+    static STACK: RefCell<Vec<&'static Context>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The GPU of a context.
-fn gpu_of(context: Context) -> usize {
-    usize::try_from(context & 15).unwrap_or(0)
+fn on_stack<T>(work: impl FnOnce(&mut Vec<&'static Context>) -> T) -> Outcome<T> {
+    // A thread that is ending has no stack any more.
+    STACK.try_with(|stack| work(&mut stack.borrow_mut())).map_err(|_| DEINITIALIZED)
 }
 
-/// The GPU of this thread's current context.
-pub(crate) fn current() -> Outcome<usize> {
-    if driver::lock().is_none() {
-        return Err(NOT_INITIALIZED);
+/// This thread's current context.
+#[inline]
+pub(crate) fn current() -> Outcome<&'static Context> {
+    let driver = driver()?;
+    let context = on_stack(|stack| stack.last().copied())?.ok_or(INVALID_CONTEXT)?;
+    if !context.alive.load(Relaxed) {
+        return Err(CONTEXT_IS_DESTROYED);
     }
-    STACK
-        .with_borrow(|stack| stack.last().copied().filter(|context| *context != 0).map(gpu_of))
-        .ok_or(INVALID_CONTEXT)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Context, device: i32) -> i32 {
-    status(with(|driver| {
-        let gpu = driver.gpu(device)?;
-        if driver.primary[gpu] == 0 {
-            driver.enter(gpu)?;
-        }
-        driver.primary[gpu] += 1;
-        put(context, PRIMARY + gpu as u64)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxRelease_v2(device: i32) -> i32 {
-    status(with(|driver| {
-        let gpu = driver.gpu(device)?;
-        match driver.primary[gpu] {
-            0 => return Err(INVALID_CONTEXT),
-            1 => driver.leave(gpu),
-            _ => {}
-        }
-        driver.primary[gpu] -= 1;
-        Ok(())
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxRelease(device: i32) -> i32 {
-    cuDevicePrimaryCtxRelease_v2(device)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxReset_v2(device: i32) -> i32 {
-    status(with(|driver| {
-        let gpu = driver.gpu(device)?;
-        let given: u64 =
-            driver.blocks.values().filter(|block| block.gpu == Some(gpu)).map(|block| block.taken).sum();
-        driver.blocks.retain(|_, block| block.gpu != Some(gpu));
-        driver.give(gpu, given);
-        if driver.primary[gpu] > 0 {
-            driver.primary[gpu] = 0;
-            driver.leave(gpu);
-        }
-        Ok(())
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxReset(device: i32) -> i32 {
-    cuDevicePrimaryCtxReset_v2(device)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxSetFlags_v2(device: i32, _flags: u32) -> i32 {
-    status(with(|driver| driver.gpu(device).map(drop)))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxSetFlags(device: i32, flags: u32) -> i32 {
-    cuDevicePrimaryCtxSetFlags_v2(device, flags)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuDevicePrimaryCtxGetState(device: i32, flags: *mut u32, active: *mut i32) -> i32 {
-    status(with(|driver| {
-        let gpu = driver.gpu(device)?;
-        put(flags, 0)?;
-        put(active, i32::from(driver.primary[gpu] > 0))
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxCreate_v2(context: *mut Context, _flags: u32, device: i32) -> i32 {
-    status(with(|driver| {
-        let gpu = driver.gpu(device)?;
-        driver.enter(gpu)?;
-        let handle = CREATED + (driver.number(0) << 4) + gpu as u64;
-        STACK.with_borrow_mut(|stack| stack.push(handle));
-        put(context, handle)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxCreate(context: *mut Context, flags: u32, device: i32) -> i32 {
-    cuCtxCreate_v2(context, flags, device)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxCreate_v3(
-    context: *mut Context,
-    _affinity: *const u8,
-    _count: i32,
-    flags: u32,
-    device: i32,
-) -> i32 {
-    cuCtxCreate_v2(context, flags, device)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxDestroy_v2(context: Context) -> i32 {
-    if context < CREATED {
-        return INVALID_CONTEXT;
+    if driver.state(context.gpu).lost.load(Relaxed) != 0 {
+        return Err(LOST);
     }
-    STACK.with_borrow_mut(|stack| stack.retain(|other| *other != context));
-    status(with(|driver| {
-        driver.leave(gpu_of(context));
+    Ok(context)
+}
+
+/// The context of a handle; of none, the current one.
+pub(crate) fn context_of(handle: Handle) -> Outcome<&'static Context> {
+    if handle == 0 { current() } else { tables()?.contexts.get(handle) }
+}
+
+impl Contexts {
+    pub(crate) fn get(&self, handle: Handle) -> Outcome<&'static Context> {
+        self.all.get(&handle).copied().ok_or(INVALID_CONTEXT)
+    }
+
+    fn on(&self, gpu: usize) -> usize {
+        self.all.values().filter(|context| context.gpu == gpu).count()
+    }
+}
+
+impl Tables {
+    fn new_context(
+        &mut self,
+        driver: &Driver,
+        gpu: usize,
+        primary: bool,
+        flags: u32,
+    ) -> Outcome<&'static Context> {
+        let state = driver.state(gpu);
+        if state.lost.load(Relaxed) != 0 {
+            return Err(DEVICE_UNAVAILABLE);
+        }
+        if self.contexts.on(gpu) == 0 {
+            charge(driver, self, gpu, state.facts.context)?;
+        }
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let context: &'static Context = Box::leak(Box::new(Context {
+            gpu,
+            alive: AtomicBool::new(true),
+            primary,
+            flags: AtomicU32::new(flags),
+            limits: LIMITS.map(AtomicU64::new),
+            number: NUMBER.fetch_add(1, Relaxed),
+        }));
+        self.contexts.all.insert(context.handle(), context);
+        driver.link.state.clients[driver.link.slot].contexts[gpu].fetch_add(1, Relaxed);
+        Ok(context)
+    }
+
+    fn end_context(&mut self, driver: &Driver, context: &'static Context) {
+        context.alive.store(false, Relaxed);
+        self.contexts.all.remove(&context.handle());
+        self.contexts.peers.retain(|(one, other)| ![*one, *other].contains(&context.handle()));
+        self.forget_context(driver, context);
+        driver.link.state.clients[driver.link.slot].contexts[context.gpu].fetch_sub(1, Relaxed);
+        if self.contexts.on(context.gpu) == 0 {
+            self.empty_pools(driver, context.gpu);
+            driver.discharge(context.gpu, driver.state(context.gpu).facts.context);
+        }
+    }
+
+    /// Gives back everything that was made in a context.
+    fn forget_context(&mut self, driver: &Driver, context: &'static Context) {
+        self.release_blocks_of(driver, context);
+        self.release_arrays_of(driver, context);
+        self.release_modules_of(driver, context);
+        self.streams.forget_context(context.handle());
+    }
+}
+
+fn create(out: Out<Handle>, flags: u32, device: c_int) -> Outcome {
+    let driver = driver()?;
+    let gpu = driver.gpu(device)?;
+    out.wanted()?;
+    let context = driver.tables().new_context(driver, gpu, false, flags)?;
+    on_stack(|stack| stack.push(context))?;
+    out.put(context.handle())
+}
+
+fn destroy(handle: Handle) -> Outcome {
+    let driver = driver()?;
+    let mut tables = driver.tables();
+    let context = tables.contexts.get(handle)?;
+    if context.primary {
+        return Err(INVALID_CONTEXT);
+    }
+    // Only where it is current: elsewhere it stays on the stack, and is found destroyed.
+    on_stack(|stack| {
+        if stack.last().is_some_and(|top| top.handle() == handle) {
+            stack.pop();
+        }
+    })?;
+    tables.end_context(driver, context);
+    Ok(())
+}
+
+api! {
+    fn cuCtxCreate, cuCtxCreate_v2(context: Out<Handle>, flags: u32, device: c_int) { create(context, flags, device) }
+
+    fn cuCtxCreate_v3(context: Out<Handle>, affinity: *const c_void, count: c_int, flags: u32, device: c_int) {
+        let _ = (affinity, count);
+        create(context, flags, device)
+    }
+
+    fn cuCtxCreate_v4(context: Out<Handle>, parameters: *const c_void, flags: u32, device: c_int) {
+        let _ = parameters;
+        create(context, flags, device)
+    }
+
+    fn cuCtxDestroy, cuCtxDestroy_v2(context: Handle) { destroy(context) }
+
+    fn cuCtxAttach(context: Out<Handle>, flags: u32) {
+        if flags != 0 { Err(INVALID_VALUE) } else { context.put(current()?.handle()) }
+    }
+
+    fn cuCtxDetach(context: Handle) { destroy(context) }
+
+    fn cuCtxPushCurrent, cuCtxPushCurrent_v2(context: Handle) {
+        let context = tables()?.contexts.get(context)?;
+        on_stack(|stack| stack.push(context))
+    }
+
+    fn cuCtxPopCurrent, cuCtxPopCurrent_v2(context: Out<Handle>) {
+        driver()?;
+        let popped = on_stack(Vec::pop)?.ok_or(INVALID_CONTEXT)?;
+        context.put_if_wanted(popped.handle());
         Ok(())
-    }))
-}
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxDestroy(context: Context) -> i32 {
-    cuCtxDestroy_v2(context)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxPushCurrent_v2(context: Context) -> i32 {
-    STACK.with_borrow_mut(|stack| stack.push(context));
-    status(with(|_| Ok(())))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxPopCurrent_v2(context: *mut Context) -> i32 {
-    status(match STACK.with_borrow_mut(Vec::pop) {
-        Some(popped) if context.is_null() => {
-            let _ = popped;
-            Ok(())
-        }
-        Some(popped) => put(context, popped),
-        None => Err(INVALID_CONTEXT),
-    })
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetCurrent(context: Context) -> i32 {
-    STACK.with_borrow_mut(|stack| {
-        stack.pop();
-        if context != 0 {
-            stack.push(context);
-        }
-    });
-    status(with(|_| Ok(())))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetCurrent(context: *mut Context) -> i32 {
-    status(with(|_| put(context, STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetDevice(device: *mut i32) -> i32 {
-    status(current().and_then(|gpu| {
-        with(|driver| {
-            let at = driver.devices.iter().position(|other| *other == gpu);
-            put(device, at.and_then(|at| i32::try_from(at).ok()).ok_or(INVALID_CONTEXT)?)
+    fn cuCtxSetCurrent(context: Handle) {
+        let context = match context {
+            0 => { driver()?; None }
+            handle => Some(tables()?.contexts.get(handle)?),
+        };
+        on_stack(|stack| {
+            stack.pop();
+            stack.extend(context);
         })
-    }))
-}
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetApiVersion(_context: Context, version: *mut u32) -> i32 {
-    status(put(version, 3020))
-}
+    fn cuCtxGetCurrent(context: Out<Handle>) {
+        driver()?;
+        context.put(on_stack(|stack| stack.last().map_or(0, |context| context.handle()))?)
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetFlags(flags: *mut u32) -> i32 {
-    status(current().and_then(|_| put(flags, 0)))
-}
+    fn cuCtxGetDevice(device: Out<c_int>) { device.put(driver()?.device(current()?.gpu)) }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSynchronize() -> i32 {
-    status(current().map(drop))
-}
+    fn cuCtxGetDevice_v2(device: Out<c_int>, context: Handle) {
+        device.put(driver()?.device(context_of(context)?.gpu))
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetLimit(value: *mut usize, _limit: i32) -> i32 {
-    status(current().and_then(|_| put(value, 1024)))
-}
+    fn cuCtxGetId(context: Handle, id: Out<u64>) { id.put(context_of(context)?.number) }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxSetLimit(_limit: i32, _value: usize) -> i32 {
-    status(current().map(drop))
-}
+    fn cuCtxGetApiVersion(context: Handle, version: Out<u32>) {
+        context_of(context)?;
+        version.put(3020)
+    }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) -> i32 {
-    status(current().and_then(|_| put(least, 0)).and_then(|()| put(greatest, -5)))
+    fn cuCtxGetFlags(flags: Out<u32>) { flags.put(current()?.flags.load(Relaxed)) }
+
+    fn cuCtxSetFlags(flags: u32) {
+        current()?.flags.store(flags, Relaxed);
+        Ok(())
+    }
+
+    fn cuCtxSynchronize() {
+        current()?;
+        let driver = driver()?;
+        driver.tables().settle(driver);
+        Ok(())
+    }
+
+    fn cuCtxSynchronize_v2(context: Handle) {
+        context_of(context)?;
+        let driver = driver()?;
+        driver.tables().settle(driver);
+        Ok(())
+    }
+
+    fn cuCtxGetLimit(value: Out<usize>, limit: c_int) {
+        let context = current()?;
+        let limit = usize::try_from(limit).ok().and_then(|limit| context.limits.get(limit)).ok_or(INVALID_VALUE)?;
+        value.put(usize::try_from(limit.load(Relaxed)).unwrap_or(usize::MAX))
+    }
+
+    fn cuCtxSetLimit(limit: c_int, value: usize) {
+        let context = current()?;
+        let limit = usize::try_from(limit).ok().and_then(|limit| context.limits.get(limit)).ok_or(INVALID_VALUE)?;
+        limit.store(value as u64, Relaxed);
+        Ok(())
+    }
+
+    fn cuCtxGetCacheConfig, cuCtxGetSharedMemConfig(config: Out<c_int>) {
+        current()?;
+        config.put(0)
+    }
+
+    fn cuCtxSetCacheConfig, cuCtxSetSharedMemConfig(config: c_int) {
+        let _ = config;
+        current().map(drop)
+    }
+
+    fn cuCtxResetPersistingL2Cache() { current().map(drop) }
+
+    fn cuCtxGetStreamPriorityRange(least: Out<c_int>, greatest: Out<c_int>) {
+        current()?;
+        least.put_if_wanted(0);
+        greatest.put_if_wanted(-5);
+        Ok(())
+    }
+
+    fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) {
+        let own = current()?;
+        let mut tables = tables()?;
+        let peer = tables.contexts.get(peer)?;
+        if flags != 0 || peer.gpu == own.gpu {
+            return Err(INVALID_VALUE);
+        }
+        let pair = (own.handle(), peer.handle());
+        if tables.contexts.peers.contains(&pair) {
+            return Err(PEER_ACCESS_ALREADY_ENABLED);
+        }
+        tables.contexts.peers.push(pair);
+        Ok(())
+    }
+
+    fn cuCtxDisablePeerAccess(peer: Handle) {
+        let own = current()?;
+        let mut tables = tables()?;
+        let pair = (own.handle(), tables.contexts.get(peer)?.handle());
+        let at = tables.contexts.peers.iter().position(|other| *other == pair).ok_or(PEER_ACCESS_NOT_ENABLED)?;
+        tables.contexts.peers.swap_remove(at);
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: Out<Handle>, device: c_int) {
+        let driver = driver()?;
+        let gpu = driver.gpu(device)?;
+        context.wanted()?;
+        let mut tables = driver.tables();
+        let primary = tables.contexts.primary.entry(gpu).or_default();
+        let own = match primary.context {
+            Some(own) => own,
+            None => {
+                let flags = primary.flags;
+                tables.new_context(driver, gpu, true, flags)?
+            }
+        };
+        let primary = tables.contexts.primary.entry(gpu).or_default();
+        primary.context = Some(own);
+        primary.retained += 1;
+        context.put(own.handle())
+    }
+
+    fn cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2(device: c_int) {
+        let driver = driver()?;
+        let gpu = driver.gpu(device)?;
+        let mut tables = driver.tables();
+        let primary = tables.contexts.primary.entry(gpu).or_default();
+        primary.retained = primary.retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
+        if primary.retained == 0 && let Some(context) = primary.context.take() {
+            tables.end_context(driver, context);
+        }
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2(device: c_int) {
+        let driver = driver()?;
+        let gpu = driver.gpu(device)?;
+        let mut tables = driver.tables();
+        // Who retained it must still release it.
+        if let Some(context) = tables.contexts.primary.entry(gpu).or_default().context.take() {
+            tables.end_context(driver, context);
+        }
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxSetFlags, cuDevicePrimaryCtxSetFlags_v2(device: c_int, flags: u32) {
+        let driver = driver()?;
+        let gpu = driver.gpu(device)?;
+        let mut tables = driver.tables();
+        let primary = tables.contexts.primary.entry(gpu).or_default();
+        primary.flags = flags;
+        if let Some(context) = primary.context {
+            context.flags.store(flags, Relaxed);
+        }
+        Ok(())
+    }
+
+    fn cuDevicePrimaryCtxGetState(device: c_int, flags: Out<u32>, active: Out<c_int>) {
+        let driver = driver()?;
+        let gpu = driver.gpu(device)?;
+        flags.wanted()?;
+        active.wanted()?;
+        let mut tables = driver.tables();
+        let primary = tables.contexts.primary.entry(gpu).or_default();
+        flags.put(primary.flags)?;
+        active.put(c_int::from(primary.context.is_some()))
+    }
 }

@@ -1,201 +1,250 @@
-//! The connection to the kernel module, and which GPUs this process may use.
+//! The driver of this process: its connection to the module, the GPUs that it may use, and everything that it has made.
+//! A forked child has none of it.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     ffi::{CStr, c_void},
+    io,
     mem::MaybeUninit,
     path::PathBuf,
-    sync::{Mutex, MutexGuard, PoisonError},
+    ptr::NonNull,
+    sync::{
+        Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU32, AtomicU64, Ordering::Relaxed},
+    },
 };
 
-use sim_gpud::{Connection, Gpu, MAX_GPUS, root_of};
+use sim_gpud::{
+    link::Link,
+    stamp::Stamp,
+    state::{self, Gpu},
+};
 
-use crate::{INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, OUT_OF_MEMORY, Outcome};
+use crate::{
+    array::Arrays,
+    context::Contexts,
+    ffi::{
+        Error, INVALID_DEVICE, NO_DEVICE, NOT_INITIALIZED, OUT_OF_MEMORY, Outcome, SYSTEM_DRIVER_MISMATCH,
+    },
+    graph::Graphs,
+    ipc::Opened,
+    memory::Blocks,
+    module::Modules,
+    pool::Pools,
+    space::Space,
+    stream::Streams,
+    visible,
+    vmm::Physicals,
+};
 
-/// What this process has of the driver.
+/// Made by the first `cuInit` that succeeds.
+static DRIVER: OnceLock<Driver> = OnceLock::new();
+
+/// Two threads may call `cuInit` at once.
+static INIT: Mutex<()> = Mutex::new(());
+
+/// The driver of this process.
 pub(crate) struct Driver {
-    pub connection: Connection,
-    /// The process's devices: indices of the module's GPUs.
+    pub link: Link,
+    /// The module's number of each CUDA device.
     pub devices: Vec<usize>,
-    /// Contexts a device: the first takes its memory.
-    pub contexts: [u32; MAX_GPUS],
-    /// Primary contexts' reference counts.
-    pub primary: [u32; MAX_GPUS],
-    /// Blocks of memory by address: bytes asked, bytes taken, GPU (none for the host).
-    pub blocks: BTreeMap<u64, Block>,
-    /// What other handles stand for.
-    pub handles: HashMap<u64, Block>,
-    next: u64,
+    /// In a page that a forked child finds wiped.
+    here: &'static AtomicU32,
+    tables: Mutex<Tables>,
 }
 
-/// One allocation.
-#[derive(Clone, Copy)]
-pub(crate) struct Block {
-    pub bytes: u64,
-    pub taken: u64,
-    pub gpu: Option<usize>,
-}
-
-static DRIVER: Mutex<Option<Driver>> = Mutex::new(None);
-
-/// The driver rounds every block up to this.
-pub(crate) const GRANULE: u64 = 512;
-
-/// Device addresses start here.
-const FIRST_ADDRESS: u64 = 0x7f00_0000_0000;
-
-pub(crate) fn lock() -> MutexGuard<'static, Option<Driver>> {
-    DRIVER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Does `work` with the driver, once `cuInit` was called.
-pub(crate) fn with<T>(work: impl FnOnce(&mut Driver) -> Outcome<T>) -> Outcome<T> {
-    work(lock().as_mut().ok_or(NOT_INITIALIZED)?)
+/// Everything that the process has made.
+#[derive(Default)]
+pub(crate) struct Tables {
+    pub space: Space,
+    pub contexts: Contexts,
+    pub blocks: Blocks,
+    pub physicals: Physicals,
+    pub arrays: Arrays,
+    pub pools: Pools,
+    pub opened: Opened,
+    pub streams: Streams,
+    pub modules: Modules,
+    pub graphs: Graphs,
 }
 
 /// `cuInit`.
 pub(crate) fn init() -> Outcome {
-    let mut driver = lock();
-    if driver.is_some() {
-        return Ok(());
+    let _one = INIT.lock().unwrap_or_else(PoisonError::into_inner);
+    if DRIVER.get().is_some() {
+        return driver().map(drop);
     }
-    let library = library();
-    let root = root_of(&library);
-    if !accessible(&root.join("dev/nvidiactl")) {
-        return Err(NO_DEVICE);
+    let link = Link::cuda(&library()).map_err(|error| match error.kind() {
+        // As a real driver without its kernel module.
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
+            NO_DEVICE
+        }
+        _ => OUT_OF_MEMORY,
+    })?;
+    link.node("nvidiactl").map_err(|_| NO_DEVICE)?;
+    if state::text(&link.state.driver) != Stamp::own().driver {
+        return Err(SYSTEM_DRIVER_MISMATCH);
     }
-    let connection = Connection::open(&library).map_err(|_| NO_DEVICE)?;
-    let count = connection.state.gpu_count as usize;
-    let present: Vec<usize> = (0..count)
-        .filter(|gpu| accessible(&root.join(format!("dev/nvidia{}", connection.state.gpus[*gpu].minor))))
-        .collect();
-    let devices = visible(&connection.state.gpus, present, std::env::var("CUDA_VISIBLE_DEVICES").ok());
+    let devices = visible::devices(&link);
     if devices.is_empty() {
         return Err(NO_DEVICE);
     }
-    *driver = Some(Driver {
-        connection,
-        devices,
-        contexts: [0; MAX_GPUS],
-        primary: [0; MAX_GPUS],
-        blocks: BTreeMap::new(),
-        handles: HashMap::new(),
-        next: FIRST_ADDRESS,
-    });
-    // SAFETY: the handler only closes a descriptor and forgets.
-    unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    let here = wiped_in_children().ok_or(OUT_OF_MEMORY)?;
+    here.store(1, Relaxed);
+    let _ = DRIVER.set(Driver { link, devices, here, tables: Mutex::default() });
     Ok(())
 }
 
-/// A child has no context of its parent's. It closes the connection, or the daemon would not see the parent's end.
-unsafe extern "C" fn in_child() {
-    if let Ok(mut driver) = DRIVER.try_lock()
-        && let Some(driver) = driver.take()
-    {
-        // SAFETY: the child's own copy of the descriptor.
-        unsafe { libc::close(driver.connection.fd()) };
-        std::mem::forget(driver);
+/// Branch and CUDA version of the driver that this library belongs to.
+pub(crate) fn version() -> (u32, i32) {
+    static OWN: OnceLock<(u32, i32)> = OnceLock::new();
+    *OWN.get_or_init(|| {
+        let stamp = Stamp::own();
+        (stamp.branch(), stamp.cuda)
+    })
+}
+
+/// The driver, where it is initialised in this process, not in a parent of it.
+#[inline]
+pub(crate) fn driver() -> Outcome<&'static Driver> {
+    match DRIVER.get() {
+        Some(driver) if driver.here.load(Relaxed) != 0 => Ok(driver),
+        _ => Err(NOT_INITIALIZED),
     }
 }
 
-/// No kernel module answers behind a simulated node: opening it fails with ENXIO or ENODEV where the node is there and
-/// the cgroup permits it, and otherwise when not.
-fn accessible(node: &std::path::Path) -> bool {
-    match std::fs::File::options().read(true).write(true).open(node) {
-        Ok(_) => true,
-        Err(error) => matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)),
+/// Locks what the process has made.
+pub(crate) fn tables() -> Outcome<MutexGuard<'static, Tables>> {
+    driver().map(Driver::tables)
+}
+
+/// A number that no other handle has.
+pub(crate) fn new_handle() -> u64 {
+    // Handles of a real driver are addresses.
+    static NEXT: AtomicU64 = AtomicU64::new(0x5_0000_0000);
+    NEXT.fetch_add(64, Relaxed)
+}
+
+impl Driver {
+    pub(crate) fn tables(&self) -> MutexGuard<'_, Tables> {
+        self.tables.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The module's number of a CUDA device.
+    pub(crate) fn gpu(&self, device: i32) -> Outcome<usize> {
+        usize::try_from(device)
+            .ok()
+            .and_then(|device| self.devices.get(device))
+            .copied()
+            .ok_or(INVALID_DEVICE)
+    }
+
+    /// The CUDA device of a GPU.
+    pub(crate) fn device(&self, gpu: usize) -> i32 {
+        let at = self.devices.iter().position(|other| *other == gpu);
+        at.and_then(|at| i32::try_from(at).ok()).unwrap_or(-1)
+    }
+
+    pub(crate) fn state(&self, gpu: usize) -> &Gpu {
+        &self.link.state.gpus[gpu]
+    }
+
+    /// Takes bytes of a GPU for this process.
+    #[inline]
+    pub(crate) fn charge(&self, gpu: usize, bytes: u64) -> Outcome {
+        if self.link.state.charge(self.link.slot, gpu, bytes) { Ok(()) } else { Err(OUT_OF_MEMORY) }
+    }
+
+    /// Gives bytes of a GPU back.
+    #[inline]
+    pub(crate) fn discharge(&self, gpu: usize, bytes: u64) {
+        self.link.state.discharge(self.link.slot, gpu, bytes);
+    }
+
+    /// Bytes that a block of this size takes of a GPU.
+    pub(crate) fn rounded(&self, gpu: usize, bytes: u64) -> Outcome<u64> {
+        let granularity = self.state(gpu).facts.granularity.max(1);
+        bytes.checked_next_multiple_of(granularity).ok_or(OUT_OF_MEMORY)
     }
 }
 
-/// `CUDA_VISIBLE_DEVICES`: indices or UUIDs (or their beginnings), in the order wanted, up to the first that is
-/// none.
-fn visible(gpus: &[Gpu], present: Vec<usize>, wish: Option<String>) -> Vec<usize> {
-    let Some(wish) = wish else { return present };
-    let mut devices = Vec::new();
-    for part in wish.split(',').map(str::trim) {
-        let found = if let Ok(index) = part.parse::<usize>() {
-            present.get(index).copied()
-        } else if part.starts_with("GPU-") {
-            let mut found = present.iter().filter(|gpu| uuid_text(&gpus[**gpu].uuid).starts_with(part));
-            found.next().copied().filter(|_| found.next().is_none())
-        } else {
-            None
-        };
-        match found {
-            Some(gpu) if !devices.contains(&gpu) => devices.push(gpu),
-            Some(_) => return vec![],
-            None => break,
-        }
+/// Takes bytes of a GPU; where there are too few, gives back first what pools only keep in reserve, as the real driver
+/// does.
+pub(crate) fn charge(driver: &Driver, tables: &mut Tables, gpu: usize, bytes: u64) -> Outcome {
+    driver
+        .charge(gpu, bytes)
+        .or_else(|error| if tables.trim(driver, gpu) { driver.charge(gpu, bytes) } else { Err(error) })
+}
+
+/// What an error of the module's means to a program.
+pub(crate) fn refused(error: &io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::ENOENT | libc::EINVAL | libc::EBADF) => crate::ffi::INVALID_VALUE,
+        _ => crate::ffi::NOT_SUPPORTED,
     }
-    devices
 }
 
-/// A UUID as NVML prints it.
-pub(crate) fn uuid_text(uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+/// Handles of one kind of thing.
+pub(crate) struct Registry<T>(HashMap<u64, T>);
+
+impl<T> Default for Registry<T> {
+    fn default() -> Self {
+        Self(HashMap::new())
+    }
 }
 
-/// Path of this library.
+impl<T> Registry<T> {
+    pub(crate) fn add(&mut self, thing: T) -> u64 {
+        let handle = new_handle();
+        self.0.insert(handle, thing);
+        handle
+    }
+
+    pub(crate) fn get(&mut self, handle: u64, otherwise: Error) -> Outcome<&mut T> {
+        self.0.get_mut(&handle).ok_or(otherwise)
+    }
+
+    pub(crate) fn remove(&mut self, handle: u64, otherwise: Error) -> Outcome<T> {
+        self.0.remove(&handle).ok_or(otherwise)
+    }
+
+    pub(crate) fn values(&mut self) -> impl Iterator<Item = &mut T> {
+        self.0.values_mut()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, &T)> {
+        self.0.iter().map(|(handle, thing)| (*handle, thing))
+    }
+}
+
+/// Path of this library, as the loader knows it.
 fn library() -> PathBuf {
     let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: any address may be asked about; the name it gives lives as long as the library.
     unsafe {
-        if libc::dladdr(init as *const c_void, info.as_mut_ptr()) == 0 {
+        if libc::dladdr(library as *const c_void, info.as_mut_ptr()) == 0 {
             return PathBuf::new();
         }
-        let name = CStr::from_ptr(info.assume_init().dli_fname);
-        PathBuf::from(name.to_string_lossy().into_owned())
+        PathBuf::from(CStr::from_ptr(info.assume_init().dli_fname).to_string_lossy().into_owned())
     }
 }
 
-impl Driver {
-    /// The module's GPU behind a device of this process.
-    pub fn gpu(&self, device: i32) -> Outcome<usize> {
-        usize::try_from(device).ok().and_then(|at| self.devices.get(at)).copied().ok_or(INVALID_DEVICE)
-    }
-
-    /// The facts of a GPU.
-    pub fn facts(&self, gpu: usize) -> &Gpu {
-        &self.connection.state.gpus[gpu]
-    }
-
-    /// Takes memory of a GPU.
-    pub fn take(&self, gpu: usize, bytes: u64) -> Outcome {
-        self.connection.state.take(self.connection.slot, gpu, bytes).then_some(()).ok_or(OUT_OF_MEMORY)
-    }
-
-    /// Gives it back.
-    pub fn give(&self, gpu: usize, bytes: u64) {
-        self.connection.state.give(self.connection.slot, gpu, bytes);
-    }
-
-    /// Notes one more context of a GPU; the first takes its memory.
-    pub fn enter(&mut self, gpu: usize) -> Outcome {
-        if self.contexts[gpu] == 0 {
-            self.take(gpu, self.facts(gpu).context)?;
+/// A number in a page of its own, which every way to make a child process leaves at zero there.
+fn wiped_in_children() -> Option<&'static AtomicU32> {
+    const PAGE: usize = 4096;
+    // SAFETY: a new mapping, which is never unmapped; zeroes are a valid AtomicU32.
+    unsafe {
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        );
+        if at == libc::MAP_FAILED || libc::madvise(at, PAGE, libc::MADV_WIPEONFORK) != 0 {
+            return None;
         }
-        self.contexts[gpu] += 1;
-        Ok(())
-    }
-
-    /// Notes one less.
-    pub fn leave(&mut self, gpu: usize) {
-        self.contexts[gpu] = self.contexts[gpu].saturating_sub(1);
-        if self.contexts[gpu] == 0 {
-            self.give(gpu, self.facts(gpu).context);
-        }
-    }
-
-    /// A new number for a handle or a block of so many bytes.
-    pub fn number(&mut self, bytes: u64) -> u64 {
-        let number = self.next;
-        self.next += bytes.next_multiple_of(2 << 20) + (2 << 20);
-        number
-    }
-
-    /// Free bytes of a GPU.
-    pub fn free(&self, gpu: usize) -> u64 {
-        self.facts(gpu).total.saturating_sub(self.connection.state.used(gpu))
+        NonNull::new(at.cast::<AtomicU32>()).map(|at| at.as_ref())
     }
 }

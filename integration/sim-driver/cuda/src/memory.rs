@@ -1,320 +1,431 @@
-//! Memory that takes room on a GPU: plain blocks, pitched, managed, stream-ordered, physical (VMM) and arrays. Blocks
-//! have addresses and sizes, but nothing behind them: copies and fills succeed without moving a byte.
+//! Blocks of memory by address: device memory, plain and pitched, and host memory that the driver knows. A device block takes
+//! room on its GPU; its contents are kept where it is small enough, and only once something was written to it.
 
-use std::ffi::c_void;
+use std::collections::BTreeMap;
 
 use crate::{
-    INVALID_VALUE, NOT_SUPPORTED, Outcome,
-    context::current,
-    driver::{Block, GRANULE, with},
-    put, status,
+    context::{Context, current},
+    driver::{Driver, Tables, charge, driver},
+    ffi::{
+        HOST_MEMORY_ALREADY_REGISTERED, HOST_MEMORY_NOT_REGISTERED, INVALID_VALUE, OUT_OF_MEMORY, Out,
+        Outcome, api,
+    },
 };
 
-fn allocate(address: *mut u64, bytes: u64) -> Outcome {
-    if address.is_null() || bytes == 0 {
-        return Err(INVALID_VALUE);
-    }
-    let gpu = current()?;
-    with(|driver| {
-        let taken = bytes.checked_next_multiple_of(GRANULE).ok_or(crate::OUT_OF_MEMORY)?;
-        driver.take(gpu, taken)?;
-        let at = driver.number(bytes);
-        driver.blocks.insert(at, Block { bytes, taken, gpu: Some(gpu) });
-        put(address, at)
-    })
+/// Contents of larger blocks are not kept: they read as zeroes.
+const KEPT: u64 = 64 << 20;
+
+/// Rows of pitched memory begin at multiples of this.
+const PITCH: u64 = 512;
+
+/// From this size on, a block begins at a multiple of the GPU's page size.
+const LARGE: u64 = 1 << 20;
+const PAGE: u64 = 2 << 20;
+
+/// What a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Of `cuMemAlloc` and the like.
+    Device,
+    /// Of `cuMemAllocManaged`: in host memory, and in a GPU's while it is resident there.
+    Managed { resident: Option<usize> },
+    /// Of `cuMemHostAlloc`; with its flags.
+    Host { flags: u32 },
+    /// The program's own memory, registered; with the flags.
+    Registered { flags: u32 },
+    /// Of a pool, which has taken the room.
+    Pooled { pool: u64 },
+    /// Of a graph's allocation node, which has taken the room.
+    Graph { exec: u64 },
+    /// Another process's block; with the handle that it was opened by.
+    Imported { name: (u64, u64) },
+    /// A part of a physical allocation, mapped.
+    Mapped { physical: u64, offset: u64 },
+    /// A variable of a module, which has taken the room.
+    Variable,
 }
 
-fn release(address: u64) -> Outcome {
+impl Kind {
+    /// Whether its bytes are in this process's memory, at the same address.
+    pub(crate) fn in_host_memory(self) -> bool {
+        matches!(self, Self::Managed { .. } | Self::Host { .. } | Self::Registered { .. })
+    }
+}
+
+/// A block.
+pub(crate) struct Block {
+    pub bytes: u64,
+    /// Bytes that it takes of its GPU by itself.
+    pub taken: u64,
+    pub gpu: usize,
+    pub context: Option<&'static Context>,
+    pub kind: Kind,
+    /// A number that no other block of the process ever has.
+    pub id: u64,
+    pub contents: Contents,
+}
+
+/// What was written to a block, once something was.
+#[derive(Default)]
+pub(crate) struct Contents(Option<Box<[u8]>>);
+
+impl Contents {
+    /// Reads at an offset.
+    pub(crate) fn read(&self, offset: u64, to: &mut [u8]) {
+        match &self.0 {
+            Some(bytes) => to.copy_from_slice(&bytes[index(offset)..][..to.len()]),
+            None => to.fill(0),
+        }
+    }
+
+    /// Writes at an offset of a block that is `length` bytes long.
+    pub(crate) fn write(&mut self, length: u64, offset: u64, from: &[u8]) {
+        if length <= KEPT {
+            let bytes = self.0.get_or_insert_with(|| vec![0; index(length)].into());
+            bytes[index(offset)..][..from.len()].copy_from_slice(from);
+        }
+    }
+}
+
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap_or(usize::MAX)
+}
+
+/// All blocks, by address.
+#[derive(Default)]
+pub(crate) struct Blocks {
+    by_address: BTreeMap<u64, Block>,
+    last_id: u64,
+}
+
+impl Blocks {
+    /// The block that an address is in, and where that begins.
+    pub(crate) fn around(&mut self, address: u64) -> Option<(u64, &mut Block)> {
+        let (at, block) = self.by_address.range_mut(..=address).next_back()?;
+        (address - at < block.bytes).then_some((*at, block))
+    }
+
+    /// The block that begins at an address.
+    pub(crate) fn at(&mut self, address: u64) -> Option<&mut Block> {
+        self.by_address.get_mut(&address)
+    }
+
+    pub(crate) fn insert(&mut self, address: u64, mut block: Block) {
+        self.last_id += 1;
+        block.id = self.last_id;
+        self.by_address.insert(address, block);
+    }
+
+    pub(crate) fn remove(&mut self, address: u64) -> Option<Block> {
+        self.by_address.remove(&address)
+    }
+
+    /// Addresses of the blocks that fit.
+    pub(crate) fn which(&self, fits: impl Fn(&Block) -> bool) -> Vec<u64> {
+        self.by_address.iter().filter(|(_, block)| fits(block)).map(|(at, _)| *at).collect()
+    }
+
+    /// Whether a block touches a range.
+    pub(crate) fn overlaps(&self, from: u64, to: u64) -> bool {
+        let before = self.by_address.range(..to).next_back();
+        before.is_some_and(|(at, block)| at + block.bytes > from)
+    }
+}
+
+impl Block {
+    pub(crate) fn new(bytes: u64, gpu: usize, context: Option<&'static Context>, kind: Kind) -> Self {
+        Self { bytes, taken: 0, gpu, context, kind, id: 0, contents: Contents::default() }
+    }
+
+    /// Whether what is written to it can be read again.
+    pub(crate) fn keeps_contents(&self) -> bool {
+        self.kind.in_host_memory() || matches!(self.kind, Kind::Mapped { .. }) || self.bytes <= KEPT
+    }
+}
+
+impl Tables {
+    /// A block of device memory in a context, at a new address.
+    pub(crate) fn allocate(
+        &mut self,
+        driver: &Driver,
+        context: &'static Context,
+        bytes: u64,
+    ) -> Outcome<u64> {
+        let taken = driver.rounded(context.gpu, bytes)?;
+        charge(driver, self, context.gpu, taken)?;
+        match self.place(Block { taken, ..Block::new(bytes, context.gpu, Some(context), Kind::Device) }) {
+            Ok(at) => Ok(at),
+            Err(error) => {
+                driver.discharge(context.gpu, taken);
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives a block an address.
+    pub(crate) fn place(&mut self, block: Block) -> Outcome<u64> {
+        let alignment = if block.bytes >= LARGE { PAGE } else { PITCH };
+        let at = self.space.take(block.bytes, alignment).ok_or(OUT_OF_MEMORY)?;
+        self.blocks.insert(at, block);
+        Ok(at)
+    }
+
+    /// Forgets a block, and gives back what it took by itself.
+    pub(crate) fn forget_block(&mut self, driver: &Driver, address: u64) {
+        let Some(block) = self.blocks.remove(address) else { return };
+        self.withdraw(driver, address);
+        if block.taken > 0 {
+            driver.discharge(block.gpu, block.taken);
+        }
+        match block.kind {
+            Kind::Managed { .. } | Kind::Host { .. } => unmap(address, block.bytes),
+            // Not of our making.
+            Kind::Registered { .. } => {}
+            // Within a range that was reserved for it.
+            Kind::Mapped { .. } => {}
+            _ => self.space.give(address, block.bytes),
+        }
+    }
+
+    /// Forgets the blocks that were made in a context.
+    pub(crate) fn release_blocks_of(&mut self, driver: &Driver, context: &'static Context) {
+        let of_context = |block: &Block| block.context.is_some_and(|of| std::ptr::eq(of, context));
+        for address in self.blocks.which(of_context) {
+            self.release_block(driver, address);
+        }
+    }
+
+    /// Forgets a block of any kind.
+    fn release_block(&mut self, driver: &Driver, address: u64) {
+        match self.blocks.at(address).map(|block| block.kind) {
+            Some(Kind::Pooled { pool }) => self.give_to_pool(driver, pool, address),
+            Some(Kind::Graph { exec }) => self.free_in_graph(exec, address),
+            Some(_) => self.forget_block(driver, address),
+            None => {}
+        }
+    }
+
+    /// Reads device memory, or host memory that the driver knows; what it does not know is the program's own.
+    pub(crate) fn read(&mut self, address: u64, to: &mut [u8]) -> Outcome {
+        let Some((at, block)) = self.known(address, to.len() as u64)? else {
+            copy_bytes(to.as_mut_ptr() as u64, address, to.len());
+            return Ok(());
+        };
+        let offset = address - at;
+        if let Kind::Mapped { physical, offset: from } = block.kind {
+            return self.physicals.contents(physical, |contents, _| contents.read(from + offset, to));
+        }
+        block.contents.read(offset, to);
+        Ok(())
+    }
+
+    /// Writes to it.
+    pub(crate) fn write(&mut self, address: u64, from: &[u8]) -> Outcome {
+        let Some((at, block)) = self.known(address, from.len() as u64)? else {
+            copy_bytes(address, from.as_ptr() as u64, from.len());
+            return Ok(());
+        };
+        let offset = address - at;
+        if let Kind::Mapped { physical, offset: to } = block.kind {
+            return self
+                .physicals
+                .contents(physical, |contents, length| contents.write(length, to + offset, from));
+        }
+        let length = block.bytes;
+        block.contents.write(length, offset, from);
+        Ok(())
+    }
+
+    /// The block of a range that is device memory; none for host memory. A range that leaves its block, or is in no block
+    /// though its address is one for device memory, is an error.
+    fn known(&mut self, address: u64, length: u64) -> Outcome<Option<(u64, &mut Block)>> {
+        let device = self.space.covers(address);
+        match self.blocks.around(address) {
+            Some((_, block)) if block.kind.in_host_memory() => Ok(None),
+            Some((at, block)) if address - at + length <= block.bytes => Ok(Some((at, block))),
+            Some(_) => Err(INVALID_VALUE),
+            None if device => Err(INVALID_VALUE),
+            None => Ok(None),
+        }
+    }
+}
+
+/// A block that the program gives back with `cuMemFree`.
+pub(crate) fn free(address: u64) -> Outcome {
+    let driver = driver()?;
+    current()?;
     if address == 0 {
         return Ok(());
     }
-    with(|driver| {
-        let block = driver.blocks.remove(&address).ok_or(INVALID_VALUE)?;
-        if let Some(gpu) = block.gpu {
-            driver.give(gpu, block.taken);
-        }
-        Ok(())
-    })
-}
-
-fn block_at(address: u64) -> Outcome<(u64, Block)> {
-    with(|driver| {
-        let (at, block) = driver.blocks.range(..=address).next_back().ok_or(INVALID_VALUE)?;
-        if address - at < block.bytes { Ok((*at, *block)) } else { Err(INVALID_VALUE) }
-    })
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> i32 {
-    status(allocate(address, bytes as u64))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAlloc(address: *mut u32, bytes: u32) -> i32 {
-    let _ = (address, bytes);
-    // 32-bit device addresses: no GPU of today has them.
-    NOT_SUPPORTED
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemFree_v2(address: u64) -> i32 {
-    status(release(address))
-}
-
-/// Rows begin at multiples of this.
-const PITCH: u64 = 512;
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAllocPitch_v2(
-    address: *mut u64,
-    pitch: *mut usize,
-    width: usize,
-    height: usize,
-    element: u32,
-) -> i32 {
-    if pitch.is_null() || !matches!(element, 4 | 8 | 16) {
-        return INVALID_VALUE;
-    }
-    let row = (width as u64).checked_next_multiple_of(PITCH);
-    let Some((row, bytes)) = row.and_then(|row| Some((row, row.checked_mul(height as u64)?))) else {
-        return INVALID_VALUE;
-    };
-    status(allocate(address, bytes).and_then(|()| put(pitch, usize::try_from(row).unwrap_or(0))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAllocManaged(address: *mut u64, bytes: usize, flags: u32) -> i32 {
-    if !matches!(flags, 1 | 2 | 4) {
-        return INVALID_VALUE;
-    }
-    status(allocate(address, bytes as u64))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, _stream: u64) -> i32 {
-    status(allocate(address, bytes as u64))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAllocAsync_ptsz(address: *mut u64, bytes: usize, stream: u64) -> i32 {
-    cuMemAllocAsync(address, bytes, stream)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemFreeAsync(address: u64, _stream: u64) -> i32 {
-    status(release(address))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemFreeAsync_ptsz(address: u64, stream: u64) -> i32 {
-    cuMemFreeAsync(address, stream)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> i32 {
-    status(current().and_then(|gpu| {
-        with(|driver| {
-            if !free.is_null() {
-                put(free, usize::try_from(driver.free(gpu)).unwrap_or(0))?;
-            }
-            if !total.is_null() {
-                put(total, usize::try_from(driver.facts(gpu).total).unwrap_or(0))?;
-            }
+    let mut tables = driver.tables();
+    match tables.blocks.at(address).map(|block| block.kind).ok_or(INVALID_VALUE)? {
+        Kind::Device | Kind::Managed { .. } | Kind::Pooled { .. } | Kind::Graph { .. } => {
+            tables.release_block(driver, address);
             Ok(())
-        })
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) -> i32 {
-    status(block_at(address).and_then(|(at, block)| {
-        if !base.is_null() {
-            put(base, at)?;
         }
-        if !size.is_null() {
-            put(size, usize::try_from(block.bytes).unwrap_or(0))?;
-        }
-        Ok(())
-    }))
-}
-
-// Host memory is real, and takes no room on a GPU.
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, _flags: u32) -> i32 {
-    status(current().and_then(|_| {
-        // SAFETY: no precondition; the block goes back to `free` in cuMemFreeHost.
-        let block = unsafe { libc::aligned_alloc(4096, bytes.max(1).next_multiple_of(4096)) };
-        if block.is_null() { Err(crate::OUT_OF_MEMORY) } else { put(address, block) }
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemAllocHost_v2(address: *mut *mut c_void, bytes: usize) -> i32 {
-    // SAFETY: the caller's promise.
-    unsafe { cuMemHostAlloc(address, bytes, 0) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemFreeHost(block: *mut c_void) -> i32 {
-    // SAFETY: the caller passes what cuMemHostAlloc gave.
-    unsafe { libc::free(block) };
-    crate::SUCCESS
-}
-
-/// `CUmemLocation` and what stands before it in `CUmemAllocationProp`.
-#[repr(C)]
-pub struct Properties {
-    kind: i32,
-    handle_types: i32,
-    location: i32,
-    id: i32,
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemCreate(
-    handle: *mut u64,
-    bytes: usize,
-    wanted: *const Properties,
-    _flags: u64,
-) -> i32 {
-    if wanted.is_null() || !bytes.is_multiple_of(2 << 20) || bytes == 0 {
-        return INVALID_VALUE;
+        _ => Err(INVALID_VALUE),
     }
-    // SAFETY: the caller passes a CUmemAllocationProp, which begins so.
-    let wanted = unsafe { &*wanted };
-    status(with(|driver| {
-        // CU_MEM_LOCATION_TYPE_DEVICE; the others are on the host.
-        let gpu = if wanted.location == 1 { Some(driver.gpu(wanted.id)?) } else { None };
-        if let Some(gpu) = gpu {
-            driver.take(gpu, bytes as u64)?;
-        }
-        let number = driver.number(0);
-        driver.handles.insert(number, Block { bytes: bytes as u64, taken: bytes as u64, gpu });
-        put(handle, number)
-    }))
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemRelease(handle: u64) -> i32 {
-    status(with(|driver| {
-        let block = driver.handles.remove(&handle).ok_or(INVALID_VALUE)?;
-        if let Some(gpu) = block.gpu {
-            driver.give(gpu, block.taken);
-        }
-        Ok(())
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemGetAllocationGranularity(
-    size: *mut usize,
-    _wanted: *const Properties,
-    _option: i32,
-) -> i32 {
-    status(put(size, 2 << 20))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAddressReserve(
-    address: *mut u64,
-    bytes: usize,
-    _align: usize,
-    _at: u64,
-    _flags: u64,
-) -> i32 {
-    status(with(|driver| {
-        let number = driver.number(bytes as u64);
-        put(address, number)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemAddressFree(_address: u64, _bytes: usize) -> i32 {
-    crate::SUCCESS
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemMap(_address: u64, _bytes: usize, _offset: usize, handle: u64, _flags: u64) -> i32 {
-    status(with(|driver| driver.handles.get(&handle).map(drop).ok_or(INVALID_VALUE)))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemUnmap(_address: u64, _bytes: usize) -> i32 {
-    crate::SUCCESS
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn cuMemSetAccess(_address: u64, _bytes: usize, _access: *const c_void, _count: usize) -> i32 {
-    crate::SUCCESS
-}
-
-/// `CUDA_ARRAY_DESCRIPTOR`.
-#[repr(C)]
-pub struct ArrayShape {
-    width: usize,
-    height: usize,
-    format: u32,
-    channels: u32,
-}
-
-/// `CUDA_ARRAY3D_DESCRIPTOR`.
-#[repr(C)]
-pub struct ArrayShape3d {
-    width: usize,
-    height: usize,
-    depth: usize,
-    format: u32,
-    channels: u32,
-    flags: u32,
-}
-
-fn array(handle: *mut u64, cells: [usize; 3], format: u32, channels: u32) -> Outcome {
-    let gpu = current()?;
-    // CUarray_format: the bits of one channel.
-    let channel: u64 = match format {
-        0x01 | 0x08 => 1,
-        0x02 | 0x09 | 0x10 => 2,
-        0x03 | 0x0a | 0x20 => 4,
-        _ => return Err(INVALID_VALUE),
-    };
-    if cells[0] == 0 || !matches!(channels, 1 | 2 | 4) {
+fn allocate(to: Out<u64>, bytes: u64) -> Outcome {
+    let driver = driver()?;
+    let context = current()?;
+    to.wanted()?;
+    if bytes == 0 {
         return Err(INVALID_VALUE);
     }
-    let cells = cells.iter().try_fold(1_u64, |all, cells| all.checked_mul((*cells).max(1) as u64));
-    let bytes =
-        cells.and_then(|cells| cells.checked_mul(channel * u64::from(channels))).ok_or(INVALID_VALUE)?;
-    let taken = bytes.checked_next_multiple_of(64 << 10).ok_or(INVALID_VALUE)?;
-    with(|driver| {
-        driver.take(gpu, taken)?;
-        let number = driver.number(0);
-        driver.handles.insert(number, Block { bytes, taken, gpu: Some(gpu) });
-        put(handle, number)
-    })
+    let at = driver.tables().allocate(driver, context, bytes)?;
+    to.put(at)
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuArrayCreate_v2(handle: *mut u64, shape: *const ArrayShape) -> i32 {
-    if shape.is_null() {
-        return INVALID_VALUE;
+/// Copies `length` bytes between addresses of this process.
+fn copy_bytes(to: u64, from: u64, length: usize) {
+    // SAFETY: the program passes addresses of host memory that is as long; `copy` minds overlaps.
+    unsafe { std::ptr::copy(from as *const u8, to as *mut u8, length) };
+}
+
+/// Host memory of our own, zeroed, committed as it is touched.
+pub(crate) fn map(bytes: u64) -> Outcome<u64> {
+    let length = usize::try_from(bytes).map_err(|_| OUT_OF_MEMORY)?;
+    // SAFETY: a new mapping at an address that the kernel picks.
+    let at = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            length,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        )
+    };
+    if at == libc::MAP_FAILED { Err(OUT_OF_MEMORY) } else { Ok(at as u64) }
+}
+
+fn unmap(address: u64, bytes: u64) {
+    // SAFETY: a block that `map` made, which is forgotten.
+    unsafe { libc::munmap(address as *mut _, index(bytes)) };
+}
+
+fn allocate_host(to: Out<u64>, bytes: u64, flags: u32) -> Outcome {
+    let driver = driver()?;
+    let context = current()?;
+    to.wanted()?;
+    if bytes == 0 || flags & !7 != 0 {
+        return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller passes a descriptor.
-    let shape = unsafe { &*shape };
-    status(array(handle, [shape.width, shape.height, 1], shape.format, shape.channels))
+    let at = map(bytes)?;
+    let block = Block::new(bytes, context.gpu, Some(context), Kind::Host { flags });
+    driver.tables().blocks.insert(at, block);
+    to.put(at)
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuArray3DCreate_v2(handle: *mut u64, shape: *const ArrayShape3d) -> i32 {
-    if shape.is_null() {
-        return INVALID_VALUE;
+api! {
+    fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) { allocate(address, bytes as u64) }
+
+    fn cuMemAllocPitch_v2(address: Out<u64>, pitch: Out<usize>, width: usize, height: usize, element: u32) {
+        current()?;
+        pitch.wanted()?;
+        if width == 0 || height == 0 || !matches!(element, 4 | 8 | 16) {
+            return Err(INVALID_VALUE);
+        }
+        let row = (width as u64).checked_next_multiple_of(PITCH).ok_or(OUT_OF_MEMORY)?;
+        allocate(address, row.checked_mul(height as u64).ok_or(OUT_OF_MEMORY)?)?;
+        pitch.put(index(row))
     }
-    // SAFETY: the caller passes a descriptor.
-    let shape = unsafe { &*shape };
-    let _ = shape.flags;
-    status(array(handle, [shape.width, shape.height, shape.depth], shape.format, shape.channels))
-}
 
-#[unsafe(no_mangle)]
-pub extern "C" fn cuArrayDestroy(handle: u64) -> i32 {
-    cuMemRelease(handle)
+    fn cuMemFree_v2(address: u64) { free(address) }
+
+    fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) {
+        let driver = driver()?;
+        let gpu = current()?.gpu;
+        free.put_if_wanted(index(driver.link.state.free(gpu)));
+        total.put_if_wanted(index(driver.state(gpu).facts.usable()));
+        Ok(())
+    }
+
+    fn cuMemGetInfo(free: Out<u32>, total: Out<u32>) {
+        let driver = driver()?;
+        let gpu = current()?.gpu;
+        let narrow = |bytes| u32::try_from(bytes).unwrap_or(u32::MAX);
+        free.put_if_wanted(narrow(driver.link.state.free(gpu)));
+        total.put_if_wanted(narrow(driver.state(gpu).facts.usable()));
+        Ok(())
+    }
+
+    fn cuMemGetAddressRange_v2(base: Out<u64>, size: Out<usize>, address: u64) {
+        current()?;
+        let mut tables = crate::driver::tables()?;
+        let (at, block) = tables.blocks.around(address).ok_or(INVALID_VALUE)?;
+        base.put_if_wanted(at);
+        size.put_if_wanted(index(block.bytes));
+        Ok(())
+    }
+
+    fn cuMemHostAlloc(address: Out<u64>, bytes: usize, flags: u32) { allocate_host(address, bytes as u64, flags) }
+
+    fn cuMemAllocHost_v2(address: Out<u64>, bytes: usize) { allocate_host(address, bytes as u64, 0) }
+
+    fn cuMemFreeHost(address: u64) {
+        let driver = driver()?;
+        current()?;
+        if address == 0 {
+            return Ok(());
+        }
+        let mut tables = driver.tables();
+        match tables.blocks.at(address).map(|block| block.kind) {
+            Some(Kind::Host { .. }) => {
+                tables.forget_block(driver, address);
+                Ok(())
+            }
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    fn cuMemHostRegister, cuMemHostRegister_v2(address: u64, bytes: usize, flags: u32) {
+        let driver = driver()?;
+        let context = current()?;
+        let bytes = bytes as u64;
+        if address == 0 || bytes == 0 || address.checked_add(bytes).is_none() || flags & !15 != 0 {
+            return Err(INVALID_VALUE);
+        }
+        let mut tables = driver.tables();
+        if tables.blocks.overlaps(address, address + bytes) {
+            return Err(HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        let block = Block::new(bytes, context.gpu, Some(context), Kind::Registered { flags });
+        tables.blocks.insert(address, block);
+        Ok(())
+    }
+
+    fn cuMemHostUnregister(address: u64) {
+        let driver = driver()?;
+        current()?;
+        let mut tables = driver.tables();
+        match tables.blocks.at(address).map(|block| block.kind) {
+            Some(Kind::Registered { .. }) => {
+                tables.forget_block(driver, address);
+                Ok(())
+            }
+            _ => Err(HOST_MEMORY_NOT_REGISTERED),
+        }
+    }
+
+    fn cuMemHostGetDevicePointer_v2(device: Out<u64>, address: u64, flags: u32) {
+        current()?;
+        device.wanted()?;
+        let mut tables = crate::driver::tables()?;
+        match tables.blocks.around(address) {
+            Some((_, block)) if flags == 0 && block.kind.in_host_memory() => device.put(address),
+            _ => Err(INVALID_VALUE),
+        }
+    }
+
+    fn cuMemHostGetFlags(to: Out<u32>, address: u64) {
+        current()?;
+        let mut tables = crate::driver::tables()?;
+        match tables.blocks.around(address).map(|(_, block)| block.kind) {
+            Some(Kind::Host { flags } | Kind::Registered { flags }) => to.put(flags),
+            _ => Err(INVALID_VALUE),
+        }
+    }
 }

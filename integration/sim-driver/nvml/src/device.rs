@@ -1,115 +1,89 @@
-//! GPUs: handles, identity, memory, processes.
+//! GPUs: handles, identity, and where they are in the machine.
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::atomic::Ordering::SeqCst;
+use std::{
+    ffi::{c_int, c_ulong},
+    sync::{Arc, atomic::Ordering::SeqCst},
+};
+
+use sim_gpud::state::{Facts, Gpu};
 
 use crate::{
-    GPU_IS_LOST, INSUFFICIENT_SIZE, INVALID_ARGUMENT, NOT_FOUND, Outcome, VERSION_MISMATCH, put, put_text,
-    status,
-    system::{Library, with},
+    ffi::{
+        GPU_IS_LOST, INVALID_VALUE, In, NOT_FOUND, NOT_SUPPORTED, Out, Outcome, Text, VERSION_MISMATCH, api,
+        put_list, put_text, version_of,
+    },
+    system::{Library, library},
 };
 
 /// A device's handle: one more than the module's number of its GPU.
 pub(crate) type Device = usize;
 
-/// The GPU of a handle.
-pub(crate) fn gpu(library: &Library, device: Device) -> Outcome<usize> {
-    let gpu = device.wrapping_sub(1);
-    if !library.gpus.contains(&gpu) {
-        return Err(INVALID_ARGUMENT);
+/// A GPU of this process.
+pub(crate) struct Found {
+    pub library: Arc<Library>,
+    pub index: usize,
+}
+
+impl Found {
+    pub(crate) fn gpu(&self) -> &Gpu {
+        &self.library.state().gpus[self.index]
     }
-    if library.connection.state.gpus[gpu].lost.load(SeqCst) != 0 {
+
+    pub(crate) fn facts(&self) -> &Facts {
+        &self.gpu().facts
+    }
+}
+
+/// The GPU of a handle. One that fell off the bus is told as lost, whatever is asked.
+pub(crate) fn find(device: Device) -> Outcome<Found> {
+    let library = library()?;
+    let index = device.wrapping_sub(1);
+    if !library.gpus.contains(&index) {
+        return Err(INVALID_VALUE);
+    }
+    if library.state().gpus[index].lost.load(SeqCst) != 0 {
         return Err(GPU_IS_LOST);
     }
-    Ok(gpu)
+    Ok(Found { library, index })
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetCount_v2(count: *mut u32) -> u32 {
-    status(with(|library| put(count, u32::try_from(library.gpus.len()).unwrap_or(0))))
+/// The handle of the first GPU that fits.
+fn handle(to: Out<Device>, fits: impl Fn(&Facts) -> bool) -> Outcome {
+    to.wanted()?;
+    let library = library()?;
+    let fits = |gpu: &&usize| fits(&library.state().gpus[**gpu].facts);
+    let device = library.gpus.iter().find(fits).ok_or(NOT_FOUND)? + 1;
+    find(device)?;
+    to.put(device)
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetCount(count: *mut u32) -> u32 {
-    nvmlDeviceGetCount_v2(count)
+fn same(text: Text, other: &str) -> Outcome<bool> {
+    Ok(text.bytes()?.eq_ignore_ascii_case(other.as_bytes()))
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: *mut Device) -> u32 {
-    status(with(|library| put(device, library.gpus.get(index as usize).ok_or(INVALID_ARGUMENT)? + 1)))
+/// A serial number that counts as the UUID does.
+pub(crate) fn serial(facts: &Facts) -> String {
+    let tail = facts.uuid[12..].iter().fold(0_u64, |all, byte| all << 8 | u64::from(*byte));
+    format!("{:013}", 1_650_000_000_000 + tail)
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetHandleByIndex(index: u32, device: *mut Device) -> u32 {
-    nvmlDeviceGetHandleByIndex_v2(index, device)
-}
-
-/// # Safety
-/// `text` is null or a C string.
-unsafe fn found(text: *const c_char, device: *mut Device, is: impl Fn(&sim_gpud::Gpu, &str) -> bool) -> u32 {
-    if text.is_null() {
-        return INVALID_ARGUMENT;
+/// A PCI address in any of its spellings, as domain, bus and device.
+fn parse_pci(text: Text) -> Outcome<(u32, u32, u32)> {
+    let text = std::str::from_utf8(text.bytes()?).map_err(|_| INVALID_VALUE)?;
+    let mut parts =
+        text.split('.').next().unwrap_or_default().rsplit(':').map(|part| u32::from_str_radix(part, 16));
+    let (Some(Ok(device)), Some(Ok(bus))) = (parts.next(), parts.next()) else { return Err(INVALID_VALUE) };
+    match parts.next() {
+        None => Ok((0, bus, device)),
+        Some(Ok(domain)) => Ok((domain, bus, device)),
+        Some(Err(_)) => Err(INVALID_VALUE),
     }
-    // SAFETY: the caller's promise.
-    let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
-    status(with(|library| {
-        let gpu = library.gpus.iter().find(|gpu| is(&library.connection.state.gpus[**gpu], &text));
-        put(device, gpu.ok_or(NOT_FOUND)? + 1)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetHandleByUUID(uuid: *const c_char, device: *mut Device) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { found(uuid, device, |gpu, text| uuid_text(&gpu.uuid) == text) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetHandleByPciBusId_v2(id: *const c_char, device: *mut Device) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { found(id, device, |gpu, text| bus_id(gpu.pci_bus).ends_with(&text.to_ascii_uppercase())) }
-}
-
-/// A UUID as NVML prints it.
-fn uuid_text(uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
-fn bus_id(bus: u32) -> String {
-    format!("00000000:{bus:02X}:00.0")
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetName(device: Device, to: *mut u8, length: u32) -> u32 {
-    status(with(|library| put_text(to, length, &library.connection.state.gpus[gpu(library, device)?].name)))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetUUID(device: Device, to: *mut u8, length: u32) -> u32 {
-    status(with(|library| {
-        let uuid = library.connection.state.gpus[gpu(library, device)?].uuid;
-        put_text(to, length, uuid_text(&uuid).as_bytes())
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut u32) -> u32 {
-    status(with(|library| {
-        let gpu = gpu(library, device)?;
-        let at = library.gpus.iter().position(|other| *other == gpu).ok_or(INVALID_ARGUMENT)?;
-        put(index, u32::try_from(at).unwrap_or(0))
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetMinorNumber(device: Device, minor: *mut u32) -> u32 {
-    status(with(|library| put(minor, library.connection.state.gpus[gpu(library, device)?].minor)))
 }
 
 /// `nvmlPciInfo_t`.
+#[derive(Clone, Copy)]
 #[repr(C)]
-pub struct PciInfo {
+pub(crate) struct PciInfo {
     legacy: [u8; 16],
     domain: u32,
     bus: u32,
@@ -119,234 +93,323 @@ pub struct PciInfo {
     text: [u8; 32],
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetPciInfo_v3(device: Device, to: *mut PciInfo) -> u32 {
-    status(with(|library| {
-        let bus = library.connection.state.gpus[gpu(library, device)?].pci_bus;
-        // An A100-SXM4's.
-        let mut info = PciInfo {
-            legacy: [0; 16],
-            domain: 0,
-            bus,
-            device: 0,
-            id: 0x20b0_10de,
-            subsystem: 0x134f_10de,
-            text: [0; 32],
-        };
-        let text = bus_id(bus);
-        info.text[..text.len()].copy_from_slice(text.as_bytes());
-        let legacy = &text[4..];
-        info.legacy[..legacy.len()].copy_from_slice(legacy.as_bytes());
-        put(to, info)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetPciInfo_v2(device: Device, to: *mut PciInfo) -> u32 {
-    nvmlDeviceGetPciInfo_v3(device, to)
-}
-
-/// `nvmlMemory_t`.
+/// `nvmlPciInfoExt_v1_t`.
+#[derive(Clone, Copy)]
 #[repr(C)]
-pub struct Memory {
-    total: u64,
-    free: u64,
-    used: u64,
-}
-
-/// `nvmlMemory_v2_t`.
-#[repr(C)]
-pub struct MemoryV2 {
+pub(crate) struct PciInfoExt {
     version: u32,
-    total: u64,
-    reserved: u64,
-    free: u64,
-    used: u64,
+    domain: u32,
+    bus: u32,
+    device: u32,
+    id: u32,
+    subsystem: u32,
+    class: u32,
+    subclass: u32,
+    text: [u8; 32],
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, to: *mut Memory) -> u32 {
-    status(with(|library| {
-        let gpu = gpu(library, device)?;
-        let (total, used) = (library.connection.state.gpus[gpu].total, library.connection.state.used(gpu));
-        put(to, Memory { total, free: total.saturating_sub(used), used: used.min(total) })
-    }))
+fn text_field<const N: usize>(text: &str) -> [u8; N] {
+    let mut field = [0; N];
+    let length = text.len().min(N - 1);
+    field[..length].copy_from_slice(&text.as_bytes()[..length]);
+    field
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, to: *mut MemoryV2) -> u32 {
-    // NVML_STRUCT_VERSION(Memory, 2).
-    const VERSION: u32 = 40 | 2 << 24;
-    // SAFETY: the caller passes a valid structure or null.
-    let Some(to) = (unsafe { to.as_mut() }) else { return INVALID_ARGUMENT };
-    if to.version != VERSION {
-        return VERSION_MISMATCH;
+impl PciInfo {
+    pub(crate) fn of(facts: &Facts) -> Self {
+        Self {
+            // Four digits of the domain, as it once was.
+            legacy: text_field(&facts.pci()[4..]),
+            domain: facts.pci_domain,
+            bus: facts.pci_bus,
+            device: facts.pci_device,
+            id: facts.pci_id,
+            subsystem: facts.pci_subsystem,
+            text: text_field(&facts.pci()),
+        }
     }
-    status(with(|library| {
-        let gpu = gpu(library, device)?;
-        let (total, used) = (library.connection.state.gpus[gpu].total, library.connection.state.used(gpu));
-        (to.total, to.reserved, to.free, to.used) = (total, 0, total.saturating_sub(used), used.min(total));
-        Ok(())
-    }))
 }
 
-/// `nvmlProcessInfo_v1_t`.
-#[repr(C)]
-pub struct ProcessV1 {
-    pid: u32,
-    bytes: u64,
+/// Levels of `nvmlGpuTopologyLevel_t`.
+pub(crate) const SAME_SWITCH: u32 = 10;
+pub(crate) const SAME_NODE: u32 = 40;
+const SYSTEM: u32 = 50;
+
+/// How two GPUs are connected over PCI.
+pub(crate) fn level(one: &Facts, other: &Facts) -> u32 {
+    if one.pci_switch >= 0 && one.pci_switch == other.pci_switch {
+        SAME_SWITCH
+    } else if one.numa >= 0 && one.numa == other.numa {
+        SAME_NODE
+    } else {
+        SYSTEM
+    }
 }
 
-/// `nvmlProcessInfo_t`.
-#[repr(C)]
-pub struct Process {
-    pid: u32,
-    bytes: u64,
-    gpu_instance: u32,
-    compute_instance: u32,
+/// The GPU at a PCI address.
+pub(crate) fn at_pci(library: &Library, id: Text) -> Outcome<&Facts> {
+    let wanted = parse_pci(id)?;
+    let mut all = library.gpus.iter().map(|gpu| &library.state().gpus[*gpu].facts);
+    all.find(|facts| (facts.pci_domain, facts.pci_bus, facts.pci_device) == wanted).ok_or(NOT_FOUND)
 }
 
-/// # Safety
-/// `count` is null or valid, and `to` has as many places as it says.
-unsafe fn processes<T>(device: Device, count: *mut u32, to: *mut T, make: impl Fn(u32, u64) -> T) -> u32 {
-    status(with(|library| {
-        let gpu = gpu(library, device)?;
-        let clients = &library.connection.state.clients;
-        let running: Vec<(u32, u64)> = clients
-            .iter()
-            .filter_map(|client| {
-                let bytes = client.used[gpu].load(SeqCst);
-                let pid = u32::try_from(client.pid.load(SeqCst)).ok()?;
-                (pid != 0 && bytes > 0).then_some((pid, bytes))
-            })
-            .collect();
-        if count.is_null() {
-            return Err(INVALID_ARGUMENT);
+fn others(found: &Found, fits: impl Fn(&Facts) -> bool) -> Vec<Device> {
+    let gpus = found.library.gpus.iter().filter(|gpu| **gpu != found.index);
+    gpus.filter(|gpu| fits(&found.library.state().gpus[**gpu].facts)).map(|gpu| gpu + 1).collect()
+}
+
+/// Writes a bitmap, as far as the caller has room.
+fn put_bits(to: Out<c_ulong>, words: u32, bits: &[u64]) -> Outcome {
+    to.wanted()?;
+    if words == 0 {
+        return Err(INVALID_VALUE);
+    }
+    (0..words as usize).try_for_each(|at| to.put_at(at, bits.get(at).copied().unwrap_or(0)))
+}
+
+fn cpu_affinity(device: Device, words: u32, to: Out<c_ulong>) -> Outcome {
+    let found = find(device)?;
+    let cpus = found.facts().cpus;
+    if cpus == [0; 4] {
+        return Err(NOT_SUPPORTED);
+    }
+    put_bits(to, words, &cpus)
+}
+
+api! {
+    fn nvmlDeviceGetCount, nvmlDeviceGetCount_v2(count: Out<u32>) {
+        count.put(u32::try_from(library()?.gpus.len()).unwrap_or(0))
+    }
+
+    fn nvmlDeviceGetHandleByIndex, nvmlDeviceGetHandleByIndex_v2(index: u32, to: Out<Device>) {
+        to.wanted()?;
+        let device = library()?.gpus.get(index as usize).ok_or(INVALID_VALUE)? + 1;
+        find(device)?;
+        to.put(device)
+    }
+
+    fn nvmlDeviceGetHandleByUUID(uuid: Text, to: Out<Device>) {
+        uuid.bytes()?;
+        handle(to, |facts| same(uuid, &facts.uuid_text()) == Ok(true))
+    }
+
+    fn nvmlDeviceGetHandleBySerial(text: Text, to: Out<Device>) {
+        text.bytes()?;
+        handle(to, |facts| same(text, &serial(facts)) == Ok(true))
+    }
+
+    fn nvmlDeviceGetHandleByPciBusId, nvmlDeviceGetHandleByPciBusId_v2(id: Text, to: Out<Device>) {
+        let wanted = parse_pci(id)?;
+        handle(to, |facts| (facts.pci_domain, facts.pci_bus, facts.pci_device) == wanted)
+    }
+
+    fn nvmlDeviceGetName(device: Device, to: Out<u8>, length: u32) {
+        put_text(to, length, find(device)?.facts().name().as_bytes())
+    }
+
+    fn nvmlDeviceGetUUID(device: Device, to: Out<u8>, length: u32) {
+        put_text(to, length, find(device)?.facts().uuid_text().as_bytes())
+    }
+
+    fn nvmlDeviceGetSerial(device: Device, to: Out<u8>, length: u32) {
+        put_text(to, length, serial(find(device)?.facts()).as_bytes())
+    }
+
+    fn nvmlDeviceGetIndex(device: Device, to: Out<u32>) {
+        let found = find(device)?;
+        let at = found.library.gpus.iter().position(|gpu| *gpu == found.index).ok_or(INVALID_VALUE)?;
+        to.put(u32::try_from(at).unwrap_or(0))
+    }
+
+    fn nvmlDeviceGetMinorNumber(device: Device, to: Out<u32>) { to.put(find(device)?.facts().minor) }
+
+    fn nvmlDeviceGetModuleId(device: Device, to: Out<u32>) {
+        to.put(u32::try_from(find(device)?.index).unwrap_or(0) + 1)
+    }
+
+    fn nvmlDeviceGetPciInfo, nvmlDeviceGetPciInfo_v2, nvmlDeviceGetPciInfo_v3(device: Device, to: Out<PciInfo>) {
+        to.put(PciInfo::of(find(device)?.facts()))
+    }
+
+    fn nvmlDeviceGetPciInfoExt(device: Device, to: Out<PciInfoExt>) {
+        const VERSION: u32 = version_of::<PciInfoExt>(1);
+        let found = find(device)?;
+        if to.cast::<u32>().get()? != VERSION {
+            return Err(VERSION_MISMATCH);
         }
-        // SAFETY: null was refused; the caller's promise.
-        unsafe {
-            let room = *count as usize;
-            *count = u32::try_from(running.len()).unwrap_or(u32::MAX);
-            if room < running.len() || to.is_null() && !running.is_empty() {
-                return Err(INSUFFICIENT_SIZE);
-            }
-            for (at, (pid, bytes)) in running.into_iter().enumerate() {
-                to.add(at).write(make(pid, bytes));
-            }
+        let PciInfo { domain, bus, device, id, subsystem, text, .. } = PciInfo::of(found.facts());
+        // A 3D controller.
+        to.put(PciInfoExt { version: VERSION, domain, bus, device, id, subsystem, class: 3, subclass: 2, text })
+    }
+
+    fn nvmlDeviceGetBrand(device: Device, to: Out<u32>) {
+        // TESLA for those with that name, NVIDIA for their successors.
+        to.put(if find(device)?.facts().name().starts_with("Tesla") { 2 } else { 14 })
+    }
+
+    fn nvmlDeviceGetArchitecture(device: Device, to: Out<u32>) {
+        let found = find(device)?;
+        let facts = found.facts();
+        to.put(match (facts.major, facts.minor_capability) {
+            (7, 0..=2) => 5,
+            (7, _) => 6,
+            (8, 9) => 8,
+            (8, _) => 7,
+            (9, _) => 9,
+            (10.., _) => 10,
+            _ => u32::MAX,
+        })
+    }
+
+    fn nvmlDeviceGetCudaComputeCapability(device: Device, major: Out<c_int>, minor: Out<c_int>) {
+        let found = find(device)?;
+        let number = |value: u32| c_int::try_from(value).unwrap_or(0);
+        major.put(number(found.facts().major))?;
+        minor.put(number(found.facts().minor_capability))
+    }
+
+    fn nvmlDeviceGetNumGpuCores(device: Device, to: Out<u32>) {
+        let found = find(device)?;
+        let each = if found.facts().major == 8 && found.facts().minor_capability == 0 { 64 } else { 128 };
+        to.put(found.facts().multiprocessors * each)
+    }
+
+    fn nvmlDeviceGetBoardId(device: Device, to: Out<u32>) { to.put(find(device)?.facts().pci_bus << 8) }
+
+    fn nvmlDeviceGetMultiGpuBoard(device: Device, to: Out<u32>) {
+        find(device)?;
+        to.put(0)
+    }
+
+    fn nvmlDeviceOnSameBoard(device: Device, other: Device, to: Out<c_int>) {
+        to.put(c_int::from(find(device)?.index == find(other)?.index))
+    }
+
+    fn nvmlDeviceGetBoardPartNumber(device: Device, to: Out<u8>, length: u32) {
+        put_text(to, length, format!("900-2{:04X}-0000-000", find(device)?.facts().pci_subsystem >> 16).as_bytes())
+    }
+
+    fn nvmlDeviceGetVbiosVersion(device: Device, to: Out<u8>, length: u32) {
+        find(device)?;
+        put_text(to, length, b"92.00.45.00.03")
+    }
+
+    fn nvmlDeviceGetInforomImageVersion(device: Device, to: Out<u8>, length: u32) {
+        find(device)?;
+        put_text(to, length, b"G500.0200.00.05")
+    }
+
+    fn nvmlDeviceGetInforomVersion(device: Device, object: u32, to: Out<u8>, length: u32) {
+        find(device)?;
+        match object {
+            0..=2 => put_text(to, length, [b"2.0" as &[u8], b"7.16", b"N/A"][object as usize]),
+            _ => Err(INVALID_VALUE),
         }
-        Ok(())
-    }))
-}
+    }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses(
-    device: Device,
-    count: *mut u32,
-    to: *mut ProcessV1,
-) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { processes(device, count, to, |pid, bytes| ProcessV1 { pid, bytes }) }
-}
+    fn nvmlDeviceGetNumaNodeId(device: Device, to: Out<u32>) {
+        to.put(u32::try_from(find(device)?.facts().numa).map_err(|_| NOT_SUPPORTED)?)
+    }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v2(
-    device: Device,
-    count: *mut u32,
-    to: *mut Process,
-) -> u32 {
-    // SAFETY: the caller's promise.
-    unsafe { nvmlDeviceGetComputeRunningProcesses_v3(device, count, to) }
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
-    device: Device,
-    count: *mut u32,
-    to: *mut Process,
-) -> u32 {
-    let whole = |pid, bytes| Process { pid, bytes, gpu_instance: u32::MAX, compute_instance: u32::MAX };
-    // SAFETY: the caller's promise.
-    unsafe { processes(device, count, to, whole) }
-}
-
-fn none(device: Device, count: *mut u32) -> u32 {
-    status(with(|library| gpu(library, device).and_then(|_| put(count, 0))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetGraphicsRunningProcesses(
-    device: Device,
-    count: *mut u32,
-    _to: *mut c_void,
-) -> u32 {
-    none(device, count)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v2(
-    device: Device,
-    count: *mut u32,
-    _to: *mut c_void,
-) -> u32 {
-    none(device, count)
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
-    device: Device,
-    count: *mut u32,
-    _to: *mut c_void,
-) -> u32 {
-    none(device, count)
-}
-
-/// `nvmlUtilization_t`.
-#[repr(C)]
-pub struct Utilization {
-    gpu: u32,
-    memory: u32,
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetUtilizationRates(device: Device, to: *mut Utilization) -> u32 {
-    // Work takes no time here.
-    status(with(|library| gpu(library, device).and_then(|_| put(to, Utilization { gpu: 0, memory: 0 }))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetComputeMode(device: Device, mode: *mut u32) -> u32 {
-    status(with(|library| gpu(library, device).and_then(|_| put(mode, 0))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetMigMode(device: Device, current: *mut u32, pending: *mut u32) -> u32 {
-    status(with(|library| {
-        gpu(library, device)?;
-        put(current, 0)?;
-        put(pending, 0)
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn nvmlDeviceGetMemoryAffinity(
-    device: Device,
-    words: u32,
-    to: *mut u64,
-    _scope: u32,
-) -> u32 {
-    status(with(|library| {
-        let node = library.connection.state.gpus[gpu(library, device)?].numa;
-        if to.is_null() || words == 0 {
-            return Err(INVALID_ARGUMENT);
+    fn nvmlDeviceGetMemoryAffinity(device: Device, words: u32, to: Out<c_ulong>, scope: u32) {
+        let found = find(device)?;
+        let node = u32::try_from(found.facts().numa).map_err(|_| NOT_SUPPORTED)?;
+        if scope > 1 {
+            return Err(INVALID_VALUE);
         }
-        for at in 0..words as usize {
-            let here = u64::try_from(node)
-                .ok()
-                .filter(|node| node / 64 == at as u64)
-                .map_or(0, |node| 1 << (node % 64));
-            // SAFETY: the caller says that there are so many words.
-            unsafe { to.add(at).write(here) };
+        let mut bits = [0; 4];
+        if let Some(word) = bits.get_mut(node as usize / 64) {
+            *word = 1 << (node % 64);
         }
-        Ok(())
-    }))
+        put_bits(to, words, &bits)
+    }
+
+    fn nvmlDeviceGetCpuAffinity(device: Device, words: u32, to: Out<c_ulong>) { cpu_affinity(device, words, to) }
+
+    fn nvmlDeviceGetCpuAffinityWithinScope(device: Device, words: u32, to: Out<c_ulong>, scope: u32) {
+        if scope > 1 {
+            return Err(INVALID_VALUE);
+        }
+        cpu_affinity(device, words, to)
+    }
+
+    fn nvmlDeviceGetTopologyCommonAncestor(device: Device, other: Device, to: Out<u32>) {
+        let (one, other) = (find(device)?, find(other)?);
+        to.put(if one.index == other.index { 0 } else { level(one.facts(), other.facts()) })
+    }
+
+    fn nvmlDeviceGetTopologyNearestGpus(device: Device, wanted: u32, count: Out<u32>, to: Out<Device>) {
+        let found = find(device)?;
+        let own = *found.facts();
+        let near = others(&found, |other| level(&own, other) == wanted);
+        if to.is_null() {
+            return count.put(u32::try_from(near.len()).unwrap_or(0));
+        }
+        put_list(count, to, &near)
+    }
+
+    fn nvmlSystemGetTopologyGpuSet(cpu: u32, count: Out<u32>, to: Out<Device>) {
+        let library = library()?;
+        let near = |gpu: &&usize| {
+            let cpus = library.state().gpus[**gpu].facts.cpus;
+            cpus.get(cpu as usize / 64).is_some_and(|word| word >> (cpu % 64) & 1 == 1)
+        };
+        let near: Vec<Device> = library.gpus.iter().filter(near).map(|gpu| gpu + 1).collect();
+        if to.is_null() {
+            return count.put(u32::try_from(near.len()).unwrap_or(0));
+        }
+        put_list(count, to, &near)
+    }
+
+    fn nvmlDeviceGetComputeMode(device: Device, mode: Out<u32>) {
+        find(device)?;
+        mode.put(0)
+    }
+
+    fn nvmlDeviceGetPersistenceMode(device: Device, mode: Out<u32>) {
+        find(device)?;
+        mode.put(1)
+    }
+
+    fn nvmlDeviceGetMigMode(device: Device, now: Out<u32>, pending: Out<u32>) {
+        let found = find(device)?;
+        if found.facts().mig_capable == 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        let mode = found.gpu().mig.load(SeqCst);
+        now.put(mode)?;
+        pending.put(mode)
+    }
+
+    fn nvmlDeviceIsMigDeviceHandle(device: Device, is: Out<u32>) {
+        find(device)?;
+        is.put(0)
+    }
+
+    fn nvmlDeviceGetMaxMigDeviceCount(device: Device, count: Out<u32>) {
+        let found = find(device)?;
+        count.put(if found.gpu().mig.load(SeqCst) == 1 { 7 } else { 0 })
+    }
+
+    fn nvmlDeviceGetMigDeviceHandleByIndex(device: Device, index: u32, to: Out<Device>) {
+        let _ = (index, to);
+        // Instances are not modelled: MIG mode has none.
+        let found = find(device)?;
+        Err(if found.gpu().mig.load(SeqCst) == 1 { NOT_FOUND } else { NOT_SUPPORTED })
+    }
+
+    fn nvmlDeviceGetVirtualizationMode(device: Device, mode: Out<u32>) {
+        find(device)?;
+        mode.put(0)
+    }
+
+    fn nvmlDeviceGetHandleByUUIDV(uuid: In<[u32; 2]>, to: Out<Device>) {
+        // nvmlUUID_v1_t: version, type (1 for text), and 41 bytes of it.
+        let [_, kind] = uuid.get()?;
+        if kind != 1 {
+            return Err(NOT_SUPPORTED);
+        }
+        let text = Text::at(uuid.address() + 8);
+        handle(to, |facts| same(text, &facts.uuid_text()) == Ok(true))
+    }
 }

@@ -1,64 +1,42 @@
-//! Events: XID errors, as the daemon is told to let them happen.
+//! Events: what the daemon is told to let happen, for who waits for it.
 
 use std::{
     collections::BTreeMap,
-    sync::{Mutex, PoisonError, atomic::Ordering::SeqCst},
-    thread,
+    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use crate::{
-    INVALID_ARGUMENT, Outcome, TIMEOUT,
-    device::{Device, gpu},
-    put, status,
-    system::with,
+    device::{Device, find},
+    ffi::{INVALID_VALUE, NOT_SUPPORTED, Out, Outcome, TIMEOUT, api},
+    system::library,
 };
 
-/// `nvmlEventTypeXidCriticalError`.
-const XID: u64 = 8;
+/// Types that are modelled: single-bit ECC, double-bit ECC, XID (`nvmlEventType…`). More can be asked for than happen.
+const SUPPORTED: u64 = 1 | 2 | 8;
 
-/// Event sets: per GPU, how many XIDs were told already.
-static SETS: Mutex<BTreeMap<usize, BTreeMap<usize, u64>>> = Mutex::new(BTreeMap::new());
+/// How long a wait goes on without looking whether its event set is still there.
+const LOOK: Duration = Duration::from_millis(500);
 
-fn sets<T>(work: impl FnOnce(&mut BTreeMap<usize, BTreeMap<usize, u64>>) -> T) -> T {
+#[derive(Default)]
+struct EventSet {
+    /// Types that are waited for, by GPU.
+    wanted: BTreeMap<usize, u64>,
+    /// Number of the last event that was looked at.
+    seen: Option<u64>,
+}
+
+/// Event sets, by number.
+static SETS: Mutex<BTreeMap<usize, EventSet>> = Mutex::new(BTreeMap::new());
+
+fn sets<T>(work: impl FnOnce(&mut BTreeMap<usize, EventSet>) -> T) -> T {
     work(&mut SETS.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlEventSetCreate(set: *mut usize) -> u32 {
-    status(sets(|sets| {
-        let number = sets.keys().next_back().map_or(1, |last| last + 1);
-        put(set, number)?;
-        sets.insert(number, BTreeMap::new());
-        Ok(())
-    }))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlEventSetFree(set: usize) -> u32 {
-    status(sets(|sets| sets.remove(&set).map(drop).ok_or(INVALID_ARGUMENT)))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceGetSupportedEventTypes(device: Device, types: *mut u64) -> u32 {
-    status(with(|library| gpu(library, device).and_then(|_| put(types, XID))))
-}
-
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlDeviceRegisterEvents(device: Device, types: u64, set: usize) -> u32 {
-    if types & !XID != 0 {
-        return crate::NOT_SUPPORTED;
-    }
-    status(with(|library| {
-        let gpu = gpu(library, device)?;
-        let told = library.connection.state.gpus[gpu].xids.load(SeqCst);
-        sets(|sets| sets.get_mut(&set).map(|set| set.insert(gpu, told)).ok_or(INVALID_ARGUMENT).map(|_| ()))
-    }))
-}
-
 /// `nvmlEventData_t`.
+#[derive(Clone, Copy)]
 #[repr(C)]
-pub struct EventData {
+pub(crate) struct EventData {
     device: Device,
     kind: u64,
     data: u64,
@@ -66,42 +44,83 @@ pub struct EventData {
     compute_instance: u32,
 }
 
-fn next(set: usize) -> Outcome<Option<EventData>> {
-    with(|library| {
-        sets(|sets| {
-            let set = sets.get_mut(&set).ok_or(INVALID_ARGUMENT)?;
-            for (gpu, told) in set {
-                let facts = &library.connection.state.gpus[*gpu];
-                if facts.xids.load(SeqCst) > *told {
-                    *told += 1;
-                    return Ok(Some(EventData {
-                        device: gpu + 1,
-                        kind: XID,
-                        data: facts.last_xid.load(SeqCst),
-                        gpu_instance: u32::MAX,
-                        compute_instance: u32::MAX,
-                    }));
-                }
+/// The next event of a set, if it happened, and the number of the last one that was looked at.
+fn next(set: usize) -> Outcome<Result<EventData, u64>> {
+    let library = library()?;
+    let last = library.state().last_event();
+    sets(|sets| {
+        let set = sets.get_mut(&set).ok_or(INVALID_VALUE)?;
+        let mut seen = set.seen.unwrap_or(last);
+        while seen < last {
+            seen += 1;
+            set.seen = Some(seen);
+            // One that was overwritten is lost, as with the real library.
+            let Some((gpu, kind, data)) = library.state().event(seen) else { continue };
+            if set.wanted.get(&gpu).is_some_and(|wanted| wanted & kind != 0) {
+                let device = gpu + 1;
+                return Ok(Ok(EventData {
+                    device,
+                    kind,
+                    data,
+                    gpu_instance: u32::MAX,
+                    compute_instance: u32::MAX,
+                }));
             }
-            Ok(None)
-        })
+        }
+        Ok(Err(seen))
     })
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlEventSetWait_v2(set: usize, to: *mut EventData, milliseconds: u32) -> u32 {
+fn wait(set: usize, to: Out<EventData>, milliseconds: u32) -> Outcome {
+    to.wanted()?;
     let deadline = Instant::now() + Duration::from_millis(milliseconds.into());
     loop {
-        match next(set) {
-            Ok(Some(event)) => return status(put(to, event)),
-            Ok(None) if Instant::now() >= deadline => return TIMEOUT,
-            Ok(None) => thread::sleep(Duration::from_millis(5)),
-            Err(error) => return error,
+        let seen = match next(set)? {
+            Ok(event) => return to.put(event),
+            Err(seen) => seen,
+        };
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(TIMEOUT);
         }
+        library()?.state().wait_for_event(seen, left.min(LOOK));
     }
 }
 
-#[unsafe(no_mangle)]
-pub extern "C" fn nvmlEventSetWait(set: usize, to: *mut EventData, milliseconds: u32) -> u32 {
-    nvmlEventSetWait_v2(set, to, milliseconds)
+api! {
+    fn nvmlEventSetCreate(set: Out<usize>) {
+        library()?;
+        set.wanted()?;
+        set.put(sets(|sets| {
+            let number = sets.keys().next_back().map_or(1, |last| last + 1);
+            sets.insert(number, EventSet::default());
+            number
+        }))
+    }
+
+    fn nvmlEventSetFree(set: usize) { sets(|sets| sets.remove(&set).map(drop).ok_or(INVALID_VALUE)) }
+
+    fn nvmlDeviceGetSupportedEventTypes(device: Device, types: Out<u64>) {
+        find(device)?;
+        types.put(SUPPORTED)
+    }
+
+    fn nvmlDeviceRegisterEvents(device: Device, types: u64, set: usize) {
+        let found = find(device)?;
+        if types & !SUPPORTED != 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        let last = found.library.state().last_event();
+        sets(|sets| {
+            let set = sets.get_mut(&set).ok_or(INVALID_VALUE)?;
+            *set.wanted.entry(found.index).or_default() |= types;
+            // What happened before is not told.
+            set.seen.get_or_insert(last);
+            Ok(())
+        })
+    }
+
+    fn nvmlEventSetWait, nvmlEventSetWait_v2(set: usize, to: Out<EventData>, milliseconds: u32) {
+        wait(set, to, milliseconds)
+    }
 }
