@@ -13,11 +13,12 @@ use std::{
         unix::{fs::PermissionsExt, net::UnixListener},
     },
     path::Path,
+    sync::Arc,
 };
 
 use anyhow::{Context, Result, bail};
 use rustix::{
-    event::epoll,
+    event::{PollFd, PollFlags, Timespec, epoll, poll},
     fs::{MemfdFlags, fstat, ftruncate, memfd_create},
     net::{
         AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
@@ -47,13 +48,13 @@ enum Source {
     /// A process's connection.
     Client(Client),
     /// The end of the process in this slot.
-    Process { slot: usize, _pidfd: OwnedFd },
+    Process { slot: usize },
     /// Our end of a descriptor that stands for memory.
     Memory { number: u64, _end: OwnedFd },
 }
 
 struct Client {
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     /// None until it has said what it is, and for NVML.
     slot: Option<usize>,
     pid: i32,
@@ -92,6 +93,22 @@ pub struct Daemon {
     memories: HashMap<u64, Memory>,
     published: HashMap<(u64, u64), Published>,
     ceilings: Ceilings,
+    /// The processes in the slots.
+    processes: HashMap<usize, Process>,
+}
+
+/// A process, by what tells its end: the process itself, and its connection, which also ends with an `exec`.
+struct Process {
+    pidfd: OwnedFd,
+    socket: Arc<OwnedFd>,
+}
+
+/// Whether the process in a slot is gone: it can do nothing any more, though the daemon may not have heard of it yet.
+fn gone(processes: &HashMap<usize, Process>, slot: usize) -> bool {
+    let Some(process) = processes.get(&slot) else { return true };
+    let mut wanted =
+        [PollFd::new(&process.pidfd, PollFlags::IN), PollFd::new(&process.socket, PollFlags::empty())];
+    poll(&mut wanted, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok_and(|ended| ended > 0)
 }
 
 impl Daemon {
@@ -111,6 +128,7 @@ impl Daemon {
             memories: HashMap::new(),
             published: HashMap::new(),
             ceilings: Ceilings::default(),
+            processes: HashMap::new(),
         };
         let control = root.join(CONTROL);
         free(&control, SocketType::STREAM)?;
@@ -150,7 +168,8 @@ impl Daemon {
             Source::Listener(socket) => socket.as_fd(),
             Source::Control(listener) => listener.as_fd(),
             Source::Client(client) => client.socket.as_fd(),
-            Source::Process { _pidfd: end, .. } | Source::Memory { _end: end, .. } => end.as_fd(),
+            Source::Process { slot } => self.processes[slot].pidfd.as_fd(),
+            Source::Memory { _end: end, .. } => end.as_fd(),
         };
         // Of a descriptor that stands for memory, only its end matters, which is always told.
         let flags = match &source {
@@ -178,9 +197,12 @@ impl Daemon {
                 }
             }
             Source::Client(_) => self.hear(number),
-            Source::Process { slot, .. } => {
+            Source::Process { slot } => {
                 // Its connection may live on in a forked child, as a real driver's file descriptors do.
                 self.state.clients[*slot].gone.store(1, std::sync::atomic::Ordering::Relaxed);
+                self.state.unlock(*slot, &|slot| gone(&self.processes, slot));
+                // The descriptor stays, to be asked; it has told its end.
+                epoll::delete(&self.epoll, &self.processes[slot].pidfd)?;
                 self.sources.remove(&number);
             }
             Source::Memory { number: memory, .. } => {
@@ -199,13 +221,13 @@ impl Daemon {
         // The process that connected, as the kernel knows it on this side: the host's PID of a container's process.
         let Ok(peer) = socket_peercred(&socket) else { return Ok(()) };
         let (pid, root) = (peer.pid.as_raw_nonzero().get(), peer.uid.is_root());
-        self.add(Source::Client(Client { socket, slot: None, pid, root, process: None }))?;
+        self.add(Source::Client(Client { socket: Arc::new(socket), slot: None, pid, root, process: None }))?;
         Ok(())
     }
 
     fn hear(&mut self, number: u64) {
         let Some(Source::Client(client)) = self.sources.get(&number) else { return };
-        let Ok((frame, descriptor)) = wire::receive(&client.socket) else {
+        let Ok((frame, descriptor)) = wire::receive(&*client.socket) else {
             self.farewell(number);
             return;
         };
@@ -223,11 +245,11 @@ impl Daemon {
             }
         }
         // One that does not take its answers must not hold up the others.
-        let _ = rustix::io::ioctl_fionbio(&client.socket, true);
-        if wire::send(&client.socket, &words, along.as_ref().map(AsFd::as_fd)).is_err() {
+        let _ = rustix::io::ioctl_fionbio(&*client.socket, true);
+        if wire::send(&*client.socket, &words, along.as_ref().map(AsFd::as_fd)).is_err() {
             self.farewell(number);
         } else {
-            let _ = rustix::io::ioctl_fionbio(&client.socket, false);
+            let _ = rustix::io::ioctl_fionbio(&*client.socket, false);
         }
     }
 
@@ -237,6 +259,8 @@ impl Daemon {
             self.sources.remove(&process);
         }
         let Some(slot) = client.slot else { return };
+        // Whoever lets its connection go uses the driver no more, by its end or by an exec.
+        self.processes.remove(&slot);
         self.published.retain(|_, published| published.slot != slot);
         let used: Vec<u64> = self
             .memories
@@ -249,7 +273,7 @@ impl Daemon {
         for memory in used {
             self.sweep(memory);
         }
-        self.state.dismiss(slot);
+        self.state.dismiss(slot, &|slot| gone(&self.processes, slot));
     }
 
     fn answer(
@@ -313,7 +337,8 @@ impl Daemon {
                     return refuse(libc::EPERM);
                 }
                 let Some(folder) = descriptor else { return refuse(libc::EBADF) };
-                self.ceilings.set(&self.state, gpu, &folder, b, c)?;
+                let gone = |slot| gone(&self.processes, slot);
+                self.ceilings.set(&self.state, gpu, &folder, (b, c), &gone)?;
                 Ok(([0; 3], None))
             }
             (request::GET_CEILING, _, Some(gpu)) => {
@@ -329,15 +354,16 @@ impl Daemon {
         let Some(Source::Client(client)) = self.sources.get(&number) else {
             return Err(io::ErrorKind::NotConnected.into());
         };
-        let pid = client.pid;
+        let (pid, socket) = (client.pid, Arc::clone(&client.socket));
+        let pidfd = Pid::from_raw(pid)
+            .ok_or(io::ErrorKind::NotConnected.into())
+            .and_then(|pid| Ok::<_, io::Error>(pidfd_open(pid, PidfdFlags::empty())?))?;
         let slot = self.state.admit(pid).ok_or(io::Error::from_raw_os_error(libc::EAGAIN))?;
-        self.ceilings.bind(&self.state, slot, pid);
-        let process = Pid::from_raw(pid)
-            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok())
-            .map(|pidfd| self.add(Source::Process { slot, _pidfd: pidfd }))
-            .transpose()?;
+        self.processes.insert(slot, Process { pidfd, socket });
+        self.ceilings.bind(&self.state, slot, pid, &|slot| gone(&self.processes, slot));
+        let process = self.add(Source::Process { slot })?;
         if let Some(Source::Client(client)) = self.sources.get_mut(&number) {
-            (client.slot, client.process) = (Some(slot), process);
+            (client.slot, client.process) = (Some(slot), Some(process));
         }
         Ok(slot)
     }
@@ -346,7 +372,7 @@ impl Daemon {
         let (own, theirs) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let ceilings: Vec<usize> = self.state.clients[slot].ceilings(gpu).collect();
-        if !self.state.take_over(slot, gpu, bytes) {
+        if !self.state.take_over(slot, gpu, bytes, &|slot| gone(&self.processes, slot)) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         self.state.clients[slot].shared[gpu].fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
@@ -377,7 +403,8 @@ impl Daemon {
     fn sweep(&mut self, number: u64) {
         let Some(memory) = self.memories.get(&number) else { return };
         if memory.users.is_empty() && memory.descriptor.is_none() {
-            self.state.let_go(memory.gpu, memory.bytes, &memory.ceilings);
+            let gone = |slot| gone(&self.processes, slot);
+            self.state.let_go(memory.gpu, memory.bytes, &memory.ceilings, &gone);
             self.memories.remove(&number);
         }
     }

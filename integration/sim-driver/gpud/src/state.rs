@@ -28,7 +28,8 @@ use rustix::{
 };
 
 pub use self::facts::{Facts, Peer, text};
-use self::lock::Lock;
+pub use self::lock::Gone;
+use self::lock::{Lock, Locked};
 
 /// GPUs at most.
 pub const MAX_GPUS: usize = 16;
@@ -320,11 +321,29 @@ impl State {
         Some(slot)
     }
 
-    /// Takes a slot back, and everything that its process held.
-    pub fn dismiss(&self, slot: usize) {
-        let client = &self.clients[slot];
+    /// Closes a GPU's lock for the daemon. Where a process died in the middle of its work, the books are put right.
+    fn lock_for_module(&self, gpu: usize, gone: Gone<'_>) -> Locked<'_> {
+        let locked = self.gpus[gpu].lock.acquire_for_module(gone);
+        if locked.stolen {
+            self.recount(gpu);
+        }
+        locked
+    }
+
+    /// Opens what a process that is gone had closed.
+    pub fn unlock(&self, slot: usize, gone: Gone<'_>) {
         for (gpu, at) in self.gpus.iter().enumerate() {
-            let _locked = at.lock.acquire_from(slot);
+            if at.lock.owner() == Some(slot) {
+                drop(self.lock_for_module(gpu, gone));
+            }
+        }
+    }
+
+    /// Takes a slot back, and everything that its process held.
+    pub fn dismiss(&self, slot: usize, gone: Gone<'_>) {
+        let client = &self.clients[slot];
+        for gpu in 0..MAX_GPUS {
+            let _locked = self.lock_for_module(gpu, gone);
             for counted in [&client.launches, &client.threads] {
                 counted[gpu].store(0, Relaxed);
             }
@@ -341,9 +360,9 @@ impl State {
 
     /// Moves `bytes` that the process in `slot` holds to the daemon's own slot, under the same ceilings: several
     /// processes are going to use them. False where the process does not hold so much.
-    pub fn take_over(&self, slot: usize, gpu: usize, bytes: u64) -> bool {
+    pub fn take_over(&self, slot: usize, gpu: usize, bytes: u64, gone: Gone<'_>) -> bool {
         let (client, own) = (&self.clients[slot], &self.clients[MODULE]);
-        let _locked = self.gpus[gpu].lock.acquire(MODULE);
+        let _locked = self.lock_for_module(gpu, gone);
         let held = client.held[gpu].load(Relaxed);
         if held < bytes {
             return false;
@@ -357,9 +376,11 @@ impl State {
     }
 
     /// Gives back `bytes` that the daemon took over, to the GPU and to `ceilings`.
-    pub fn let_go(&self, gpu: usize, bytes: u64, ceilings: &[usize]) {
-        self.discharge(MODULE, gpu, bytes);
-        let _locked = self.gpus[gpu].lock.acquire(MODULE);
+    pub fn let_go(&self, gpu: usize, bytes: u64, ceilings: &[usize], gone: Gone<'_>) {
+        let _locked = self.lock_for_module(gpu, gone);
+        let (at, own) = (&self.gpus[gpu], &self.clients[MODULE]);
+        own.held[gpu].store(own.held[gpu].load(Relaxed).saturating_sub(bytes), Release);
+        at.used.store(at.used.load(Relaxed).saturating_sub(bytes), Release);
         for ceiling in ceilings.iter().filter_map(|ceiling| self.ceilings.get(*ceiling)) {
             ceiling.used.store(ceiling.used.load(Relaxed).saturating_sub(bytes), Release);
             ceiling.module.store(ceiling.module.load(Relaxed).saturating_sub(bytes), Release);
@@ -367,8 +388,8 @@ impl State {
     }
 
     /// Sets the ceilings that apply to the process in `slot` on a GPU.
-    pub fn bind(&self, slot: usize, gpu: usize, ceilings: &[usize]) {
-        let _locked = self.gpus[gpu].lock.acquire(MODULE);
+    pub fn bind(&self, slot: usize, gpu: usize, ceilings: &[usize], gone: Gone<'_>) {
+        let _locked = self.lock_for_module(gpu, gone);
         for (at, bound) in self.clients[slot].bound[gpu].iter().enumerate() {
             let number = ceilings.get(at).and_then(|ceiling| u32::try_from(ceiling + 1).ok());
             bound.store(number.unwrap_or(0), Relaxed);

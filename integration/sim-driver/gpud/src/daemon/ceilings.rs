@@ -13,7 +13,7 @@ use std::{
 
 use rustix::fs::{FsWord, fstat, fstatfs};
 
-use crate::state::{CEILINGS_DEEP, State};
+use crate::state::{CEILINGS_DEEP, Gone, State};
 
 /// CGROUP2_SUPER_MAGIC (linux/magic.h).
 const CGROUP2: FsWord = 0x6367_7270;
@@ -39,8 +39,8 @@ impl Ceilings {
         state: &State,
         gpu: usize,
         folder: &OwnedFd,
-        soft: u64,
-        hard: u64,
+        (soft, hard): (u64, u64),
+        gone: Gone<'_>,
     ) -> io::Result<()> {
         let inode = cgroup(folder)?;
         let total = state.gpus[gpu].facts.total;
@@ -51,9 +51,9 @@ impl Ceilings {
         let known = self.limited.iter().position(|limited| limited.gpu == gpu && limited.inode == inode);
         if soft == 0 && hard == u64::MAX {
             if let Some(known) = known {
-                let gone = self.limited.swap_remove(known);
-                self.rebind(state);
-                state.drop_ceiling(gone.ceiling);
+                let lifted = self.limited.swap_remove(known);
+                self.rebind(state, gone);
+                state.drop_ceiling(lifted.ceiling);
             }
             return Ok(());
         }
@@ -69,7 +69,7 @@ impl Ceilings {
         state.ceilings[at].soft.store(soft, Relaxed);
         state.ceilings[at].hard.store(hard, Relaxed);
         if known.is_none() {
-            self.rebind(state);
+            self.rebind(state, gone);
         }
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Ceilings {
     }
 
     /// Puts the process in a slot under the ceilings of its cgroup and those above it.
-    pub(super) fn bind(&mut self, state: &State, slot: usize, pid: i32) {
+    pub(super) fn bind(&mut self, state: &State, slot: usize, pid: i32, gone: Gone<'_>) {
         self.forget_removed(state);
         let above = if self.limited.is_empty() { vec![] } else { inodes(pid) };
         for gpu in 0..state.gpus().len() {
@@ -95,15 +95,15 @@ impl Ceilings {
                 .map(|limited| limited.ceiling)
                 .take(CEILINGS_DEEP)
                 .collect();
-            state.bind(slot, gpu, &own);
+            state.bind(slot, gpu, &own, gone);
         }
     }
 
-    fn rebind(&mut self, state: &State) {
+    fn rebind(&mut self, state: &State, gone: Gone<'_>) {
         let all: Vec<(usize, i32)> =
             state.clients().map(|(slot, client)| (slot, client.pid.load(Relaxed))).collect();
         for (slot, pid) in all {
-            self.bind(state, slot, pid);
+            self.bind(state, slot, pid, gone);
         }
     }
 

@@ -28,6 +28,9 @@ const MAX_BYTES: u64 = 64 << 10;
 /// A peer that does not finish its command.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// A daemon that does not answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
 /// What `sim-gpud ctl` can let happen. A GPU is named by index or UUID.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -65,10 +68,11 @@ pub fn ask(root: &Path, command: &Command) -> Result<Value> {
     let socket = root.join(super::CONTROL);
     let mut stream = UnixStream::connect(&socket)
         .with_context(|| format!("{}: no sim-gpud answers there; start it, and be root", socket.display()))?;
+    stream.set_read_timeout(Some(ANSWER))?;
     serde_json::to_writer(&stream, command)?;
     stream.shutdown(Shutdown::Write)?;
     let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
+    stream.read_to_string(&mut answer).context("sim-gpud does not answer")?;
     match serde_json::from_str(&answer).context("sim-gpud gave no answer")? {
         Value::Object(fields) if fields.contains_key("error") => {
             bail!("{}", fields["error"].as_str().unwrap_or("unknown"))
