@@ -206,19 +206,9 @@ impl std::fmt::Display for Who {
 /// The part of a bundle's `config.json` that matters here.
 #[derive(Deserialize)]
 struct Config {
-    process: Option<Process>,
+    process: Option<Command>,
     #[serde(default)]
     annotations: HashMap<String, String>,
-}
-
-#[derive(Deserialize)]
-struct Process {
-    #[serde(default)]
-    args: Vec<String>,
-    #[serde(default)]
-    env: Vec<String>,
-    #[serde(default)]
-    cwd: PathBuf,
 }
 
 /// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
@@ -337,10 +327,7 @@ fn verify_image(
         )));
     };
     let config = config(&container.bundle).map_err(node)?;
-    let command = config
-        .process
-        .map(|process| Command { args: process.args, env: process.env, cwd: process.cwd })
-        .unwrap_or_default();
+    let command = config.process.unwrap_or_default();
     let findings = start::judge(rootfs, &command, Shim::of(shim)).map_err(|Trouble(reason)| {
         node(format!(
             "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"

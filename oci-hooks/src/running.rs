@@ -101,17 +101,7 @@ struct Bootstrap {
 
 #[derive(Deserialize)]
 struct Config {
-    process: Option<Process>,
-}
-
-#[derive(Deserialize)]
-struct Process {
-    #[serde(default)]
-    args: Vec<String>,
-    #[serde(default)]
-    env: Vec<String>,
-    #[serde(default)]
-    cwd: PathBuf,
+    process: Option<Command>,
 }
 
 impl Running {
@@ -156,10 +146,7 @@ impl Running {
         let config = host_read(&bundle.join("config.json"), MAX_BYTES).map_err(files)?;
         let config: Config = serde_json::from_slice(&config)
             .map_err(|error| files(Trouble(format!("config.json: no OCI configuration: {error}"))))?;
-        let command = config
-            .process
-            .map(|process| Command { args: process.args, env: process.env, cwd: process.cwd })
-            .unwrap_or_default();
+        let command = config.process.unwrap_or_default();
         Ok(Self { pid: state.pid, bundle: bundle.to_owned(), command, id })
     }
 

@@ -10,6 +10,8 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
+
 use super::{
     Finding,
     elf::{Depth, Elf, Version},
@@ -26,8 +28,9 @@ pub struct Shim {
     pub glibc: Version,
 }
 
-/// What a container starts.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What a container starts: the part of `process` in an OCI `config.json` that matters here.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default)]
 pub struct Command {
     /// Program and arguments, as in the OCI config's `process.args`.
     pub args: Vec<String>,
