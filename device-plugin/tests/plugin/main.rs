@@ -1,6 +1,7 @@
 //! The plugin from outside: its sessions with a kubelet that speaks the real protocol, the real program without a
 //! driver, and the real program with the simulated driver.
 
+#![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "whatever fails here fails the test")]
 
 use std::time::Duration;

@@ -2,6 +2,9 @@
 //! and `libnvidia-ml.so.1`, says in one line of JSON what it sees, and takes as much memory as it is told to. It
 //! knows nothing of shares: what it prints is what any program would find.
 
+#![deny(unsafe_code)]
+
+#[expect(unsafe_code, reason = "it calls the driver, which is C")]
 mod driver;
 
 use std::{io::Write, process::ExitCode, thread};
