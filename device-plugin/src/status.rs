@@ -367,6 +367,7 @@ mod tests {
                 memory_bytes: held.memory_bytes,
                 core_percent: 20,
                 core_limit_percent: 20,
+                own_slots: region::Slots::NONE,
             };
             Limits::create(&folder.limits(), &[limit]).unwrap();
             region::Usage::create(&folder.usage()).unwrap();

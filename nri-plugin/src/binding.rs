@@ -320,6 +320,7 @@ pub(crate) fn fill(record: &ShareRecord, folder: &ShareFolder) -> io::Result<()>
             memory_bytes: gpu.memory_bytes,
             core_percent: gpu.core,
             core_limit_percent: gpu.core,
+            own_slots: region::Slots::NONE,
         })
         .collect();
     Limits::create(&folder.limits(), &limits)?;

@@ -23,7 +23,8 @@ struct Setup {
 }
 
 fn any_gpu() -> [GpuLimit; 1] {
-    [GpuLimit { uuid: [7; 16], memory_bytes: 1 << 30, core_percent: 20, core_limit_percent: 20 }]
+    let own_slots = region::Slots::first(20);
+    [GpuLimit { uuid: [7; 16], memory_bytes: 1 << 30, core_percent: 20, core_limit_percent: 20, own_slots }]
 }
 
 fn room(driver: &str) -> Option<Setup> {

@@ -119,7 +119,14 @@ impl Rig {
     }
 
     fn limit(&self, gpu: GpuUuid, memory_bytes: u64) {
-        let limit = GpuLimit { uuid: gpu.bytes(), memory_bytes, core_percent: 20, core_limit_percent: 100 };
+        let own_slots = region::Slots::first(20);
+        let limit = GpuLimit {
+            uuid: gpu.bytes(),
+            memory_bytes,
+            core_percent: 20,
+            core_limit_percent: 100,
+            own_slots,
+        };
         Limits::create(&self.share().limits(), &[limit]).unwrap();
     }
 

@@ -41,7 +41,17 @@ pub(crate) struct LimitEntry {
     pub unseen_bytes: AtomicU64,
     /// Share of the GPU's time that the container used in the last tick, in percent of the GPU.
     pub busy_percent: AtomicU64,
-    _reserved: [AtomicU64; 10],
+    /// Slots that the share owns, a bit each; none for a share without a timetable.
+    pub own_slots: [AtomicU64; 2],
+    /// Slots lent to it, until `lease_until_ns`.
+    pub lent_slots: [AtomicU64; 2],
+    /// CLOCK_MONOTONIC in nanoseconds; 0 for no lease.
+    pub lease_until_ns: AtomicU64,
+    /// Share of the GPU's time that it may use until then, in thousandths; 0 for its core share.
+    pub rate_permille: AtomicU64,
+    /// What the GPU was really used, in thousandths of what the container measured itself; 0 for 1000.
+    pub charge_permille: AtomicU64,
+    _reserved: [AtomicU64; 3],
 }
 
 /// `usage`: header page, totals page, then one slot a process.
@@ -63,7 +73,17 @@ pub(crate) struct GpuTotal {
     pub total: AtomicPair,
     /// Allocations that the ceiling refused.
     pub refusals: AtomicU64,
-    _reserved: [AtomicU64; 13],
+    _reserved: [AtomicU64; 5],
+    /// CLOCK_MONOTONIC in nanoseconds up to which the share's time is used up: the budget. On another cache line than the
+    /// total.
+    pub next_ns: AtomicU64,
+    /// CLOCK_MONOTONIC in nanoseconds up to which GPU time has been counted.
+    pub frontier_ns: AtomicU64,
+    /// GPU time that the container has measured itself, in nanoseconds. Only grows.
+    pub charged_ns: AtomicU64,
+    /// CLOCK_MONOTONIC in nanoseconds when last a launch was held back or work was under way.
+    pub waiting_ns: AtomicU64,
+    _reserved_too: [AtomicU64; 4],
 }
 
 /// One process. Counters only grow and outlive the process, so that the sum over all slots never falls.
@@ -81,7 +101,9 @@ pub(crate) struct Slot {
     pub launches: AtomicU64,
     /// Time that launches were held back, in nanoseconds.
     pub throttled_ns: AtomicU64,
-    _reserved: [AtomicU64; 26],
+    /// Per GPU: CLOCK_MONOTONIC in nanoseconds since when work of the process is under way that is not counted; 0 if none.
+    pub open_since_ns: [AtomicU64; MAX_GPUS],
+    _reserved: [AtomicU64; 10],
     /// Per GPU: see `account::Held`.
     pub held: [AtomicPair; MAX_GPUS],
 }
@@ -120,9 +142,15 @@ mod tests {
         assert_eq!(size_of::<LimitEntry>(), 128);
         assert_eq!(offset_of!(LimitEntry, memory_bytes), 16);
         assert_eq!((offset_of!(LimitEntry, core), offset_of!(LimitEntry, unseen_bytes)), (24, 32));
+        assert_eq!((offset_of!(LimitEntry, own_slots), offset_of!(LimitEntry, lent_slots)), (48, 64));
+        assert_eq!((offset_of!(LimitEntry, lease_until_ns), offset_of!(LimitEntry, rate_permille)), (80, 88));
+        assert_eq!(offset_of!(LimitEntry, charge_permille), 96);
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
         assert_eq!((offset_of!(UsageFile, slots), size_of::<Slot>()), (8192, 512));
         assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
+        assert_eq!((offset_of!(GpuTotal, next_ns), offset_of!(GpuTotal, frontier_ns)), (64, 72));
+        assert_eq!((offset_of!(GpuTotal, charged_ns), offset_of!(GpuTotal, waiting_ns)), (80, 88));
+        assert_eq!(offset_of!(Slot, open_since_ns), 48);
         assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (32, 256));
     }
 }

@@ -15,13 +15,17 @@ pub mod fault;
 mod layout;
 mod limits;
 mod mapping;
+mod pace;
 mod pair;
 mod process;
+mod slots;
 mod snapshot;
 mod usage;
 
 pub use account::Refused;
 pub use limits::{GpuLimit, Limits, LimitsWriter};
+pub use pace::{Lease, Pace};
+pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};
 pub use snapshot::{GpuUsage, ProcessUsage, UsageReader, UsageSnapshot};
 pub use usage::{Process, Usage};
 

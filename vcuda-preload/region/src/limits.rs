@@ -9,11 +9,14 @@ use std::{
         unix::{ffi::OsStrExt, fs::OpenOptionsExt, fs::PermissionsExt},
     },
     path::Path,
-    sync::atomic::Ordering::{Acquire, Relaxed, Release},
+    sync::atomic::{
+        AtomicU64,
+        Ordering::{Acquire, Relaxed, Release},
+    },
 };
 
 use crate::{
-    MAX_GPUS, VERSION,
+    Lease, MAX_GPUS, Pace, Slots, VERSION,
     layout::{Header, LIMITS_MAGIC, LIMITS_SIZE, LimitEntry, LimitsFile},
     mapping::{Mapping, invalid, open},
     pair::{halves, whole},
@@ -30,6 +33,8 @@ pub struct GpuLimit {
     pub core_percent: u32,
     /// What it may use while the GPU has idle time, in percent; at least `core_percent`.
     pub core_limit_percent: u32,
+    /// Slots of the GPU's period that are its own; none for a share without a timetable, which is held by its budget only.
+    pub own_slots: Slots,
 }
 
 /// A share's limits as a process of the container sees them. Every call reads the file as it is at that moment.
@@ -121,6 +126,11 @@ impl Limits {
         Some(u32::try_from(entry.busy_percent.load(Relaxed)).unwrap_or(u32::MAX).min(100))
     }
 
+    /// How fast the container may go on GPU number `gpu`, if the share has so many.
+    pub fn pace(&self, gpu: usize) -> Option<Pace> {
+        (gpu < self.gpu_count()).then(|| self.file.gpus[gpu].pace())
+    }
+
     /// CLOCK_MONOTONIC of the node's last sign of life in nanoseconds; 0 before the first.
     pub fn heartbeat_ns(&self) -> u64 {
         self.file.heartbeat_ns.load(Acquire)
@@ -177,6 +187,31 @@ impl LimitsWriter {
         Ok(())
     }
 
+    /// Lends slots and a rate on the GPU with this UUID, in place of what was lent before.
+    ///
+    /// # Errors
+    /// The share does not have that GPU.
+    pub fn set_lease(&self, uuid: &[u8; 16], lease: &Lease) -> io::Result<()> {
+        let entry = self.entry(uuid)?;
+        let store = |word: &AtomicU64, value| word.store(value, Relaxed);
+        let (low, high) = lease.slots.words();
+        store(&entry.lent_slots[0], low);
+        store(&entry.lent_slots[1], high);
+        store(&entry.rate_permille, lease.rate_permille.into());
+        // Last: whoever sees a lease's new end sees what it lends.
+        entry.lease_until_ns.store(lease.until_ns, Release);
+        Ok(())
+    }
+
+    /// Says what the GPU with this UUID was really used, in thousandths of what the container measured itself.
+    ///
+    /// # Errors
+    /// The share does not have that GPU.
+    pub fn set_charge(&self, uuid: &[u8; 16], permille: u32) -> io::Result<()> {
+        self.entry(uuid)?.charge_permille.store(permille.into(), Relaxed);
+        Ok(())
+    }
+
     /// A sign of life: `now_ns` is CLOCK_MONOTONIC in nanoseconds.
     pub fn beat(&self, now_ns: u64) {
         self.limits.file.heartbeat_ns.store(now_ns, Release);
@@ -195,6 +230,27 @@ impl LimitEntry {
         self.memory_bytes.store(limit.memory_bytes, Relaxed);
         let core = u64::from(limit.core_limit_percent) << 32 | u64::from(limit.core_percent);
         self.core.store(core, Relaxed);
+        let (low, high) = limit.own_slots.words();
+        self.own_slots[0].store(low, Relaxed);
+        self.own_slots[1].store(high, Relaxed);
+    }
+
+    fn pace(&self) -> Pace {
+        let until_ns = self.lease_until_ns.load(Acquire);
+        let slots =
+            |words: &[AtomicU64; 2]| Slots::from_words(words[0].load(Relaxed), words[1].load(Relaxed));
+        let short = |word: &AtomicU64| u32::try_from(word.load(Relaxed)).unwrap_or(u32::MAX);
+        let [core @ .., _, _, _, _] = self.core.load(Relaxed).to_le_bytes();
+        Pace {
+            own: slots(&self.own_slots),
+            core_percent: u32::from_le_bytes(core),
+            lease: Lease {
+                slots: slots(&self.lent_slots),
+                rate_permille: short(&self.rate_permille),
+                until_ns,
+            },
+            charge_permille: short(&self.charge_permille),
+        }
     }
 
     fn get(&self) -> GpuLimit {
@@ -204,6 +260,7 @@ impl LimitEntry {
             memory_bytes: self.memory_bytes.load(Relaxed),
             core_percent: u32::from_le_bytes([a, b, c, d]),
             core_limit_percent: u32::from_le_bytes(core_limit),
+            own_slots: Slots::from_words(self.own_slots[0].load(Relaxed), self.own_slots[1].load(Relaxed)),
         }
     }
 }
@@ -260,7 +317,13 @@ mod tests {
     use super::*;
 
     fn gpu(n: u8, memory_bytes: u64) -> GpuLimit {
-        GpuLimit { uuid: [n; 16], memory_bytes, core_percent: 20, core_limit_percent: 50 }
+        GpuLimit {
+            uuid: [n; 16],
+            memory_bytes,
+            core_percent: 20,
+            core_limit_percent: 50,
+            own_slots: Slots::first(20),
+        }
     }
 
     #[test]
@@ -284,11 +347,18 @@ mod tests {
         Limits::create(&path, &[gpu(1, 1 << 30), gpu(2, 1 << 30)]).unwrap();
         let (inside, outside) = (Limits::open(&path).unwrap(), LimitsWriter::open(&path).unwrap());
 
-        let changed = GpuLimit { memory_bytes: 2 << 30, core_percent: 40, ..gpu(2, 0) };
+        let own_slots = Slots::from_bits(0xff << 60);
+        let changed = GpuLimit { memory_bytes: 2 << 30, core_percent: 40, own_slots, ..gpu(2, 0) };
         outside.set(&changed).unwrap();
         outside.set_unseen(&[2; 16], 300 << 20).unwrap();
         outside.set_busy_percent(&[2; 16], 37).unwrap();
         assert_eq!(inside.busy_percent(1), None, "nobody measures yet");
+        assert_eq!(inside.pace(0).unwrap().lease, Lease::default());
+        let lease = Lease { slots: Slots::from_bits(0xf << 62), rate_permille: 500, until_ns: 99 };
+        outside.set_lease(&[2; 16], &lease).unwrap();
+        outside.set_charge(&[2; 16], 1100).unwrap();
+        let pace = Pace { own: own_slots, core_percent: 40, lease, charge_permille: 1100 };
+        assert_eq!((inside.pace(1), inside.pace(2)), (Some(pace), None));
         outside.beat(77);
         assert_eq!((inside.busy_percent(1), inside.busy_percent(0)), (Some(37), Some(0)));
 
@@ -299,6 +369,7 @@ mod tests {
             (300 << 20, 0, 77)
         );
         assert!(outside.set(&gpu(9, 1)).is_err());
+        assert!(outside.set_lease(&[9; 16], &lease).is_err());
     }
 
     #[test]

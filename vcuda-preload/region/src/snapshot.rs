@@ -47,6 +47,14 @@ pub struct GpuUsage {
     pub used_bytes: u64,
     /// Allocations that the ceiling has refused since the file was made.
     pub refusals: u64,
+    /// CLOCK_MONOTONIC up to which the share's time is used up, in nanoseconds.
+    pub next_ns: u64,
+    /// CLOCK_MONOTONIC up to which GPU time has been counted, in nanoseconds.
+    pub frontier_ns: u64,
+    /// GPU time that the container has measured itself since the file was made, in nanoseconds.
+    pub charged_ns: u64,
+    /// CLOCK_MONOTONIC when last a launch was held back or work was under way, in nanoseconds.
+    pub waiting_ns: u64,
 }
 
 /// One process.
@@ -56,6 +64,9 @@ pub struct ProcessUsage {
     pub pid: u32,
     /// Bytes held per GPU, [`MAX_GPUS`] long.
     pub bytes: Vec<u64>,
+    /// Per GPU, [`MAX_GPUS`] long: CLOCK_MONOTONIC in nanoseconds since when work of the process is under way that is not
+    /// counted; 0 if none.
+    pub open_since_ns: Vec<u64>,
 }
 
 impl UsageReader {
@@ -85,6 +96,10 @@ impl UsageReader {
             let at = std::mem::offset_of!(UsageFile, gpus) + gpu * size_of::<GpuTotal>();
             *total = Total::unpack(pair(&head, at));
             figures.refusals = word(&head, at + std::mem::offset_of!(GpuTotal, refusals));
+            figures.next_ns = word(&head, at + std::mem::offset_of!(GpuTotal, next_ns));
+            figures.frontier_ns = word(&head, at + std::mem::offset_of!(GpuTotal, frontier_ns));
+            figures.charged_ns = word(&head, at + std::mem::offset_of!(GpuTotal, charged_ns));
+            figures.waiting_ns = word(&head, at + std::mem::offset_of!(GpuTotal, waiting_ns));
         }
 
         let begun = Instant::now();
@@ -123,7 +138,12 @@ impl UsageReader {
         for (figures, held) in snapshot.gpus.iter_mut().zip(&bytes) {
             figures.used_bytes = figures.used_bytes.saturating_add(*held);
         }
-        snapshot.processes.push(ProcessUsage { pid, bytes });
+        let open = |gpu: usize| word(&text, std::mem::offset_of!(Slot, open_since_ns) + gpu * 8);
+        snapshot.processes.push(ProcessUsage {
+            pid,
+            bytes,
+            open_since_ns: (0..MAX_GPUS).map(open).collect(),
+        });
         Ok(())
     }
 }
@@ -162,7 +182,7 @@ mod tests {
 
         let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();
         // A process's own locks never show to itself; tests/processes.rs looks from another one.
-        assert_eq!(snapshot.gpus[1], GpuUsage { used_bytes: 0, refusals: 1 });
+        assert_eq!(snapshot.gpus[1], GpuUsage { refusals: 1, ..Default::default() });
         assert_eq!(snapshot.launches, 5);
         assert_eq!((usage.used(Some(me), 1), usage.used(None, 1)), (3 << 20, 3 << 20));
     }

@@ -14,7 +14,7 @@ use std::{
     sync::OnceLock,
 };
 
-use region::{GpuLimit, Limits, Usage, UsageReader, place};
+use region::{GpuLimit, Limits, Slots, Usage, UsageReader, place};
 use tempfile::TempDir;
 
 /// Where in the room libraries are looked up by name: the shim under the driver's names.
@@ -231,7 +231,13 @@ pub fn model_uuid(gpu: u8) -> [u8; 16] {
 
 /// A limit of a GPU of the driver in small.
 pub fn limit(gpu: u8, memory_bytes: u64) -> GpuLimit {
-    GpuLimit { uuid: model_uuid(gpu), memory_bytes, core_percent: 20, core_limit_percent: 20 }
+    GpuLimit {
+        uuid: model_uuid(gpu),
+        memory_bytes,
+        core_percent: 20,
+        core_limit_percent: 20,
+        own_slots: Slots::NONE,
+    }
 }
 
 /// A room with the driver in small, and the program that does what it is told.

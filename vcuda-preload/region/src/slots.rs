@@ -1,0 +1,229 @@
+//! The timetable of a GPU: which of the hundred slots of a period a share launches in.
+//!
+//! A period is [`PERIOD_NS`] of CLOCK_MONOTONIC, which every container of a host shares; slot `n` is its `n`th
+//! millisecond. A GPU's shares hold at most 100 core together, one slot for each, so no slot needs two owners.
+
+use std::fmt;
+
+use crate::pair::{halves, whole};
+
+/// Length of a period in nanoseconds.
+pub const PERIOD_NS: u64 = 100_000_000;
+
+/// Length of a slot in nanoseconds.
+pub const SLOT_NS: u64 = PERIOD_NS / SLOTS as u64;
+
+/// Slots of a period.
+pub const SLOTS: u32 = 100;
+
+/// A set of slots.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Slots(u128);
+
+impl Slots {
+    /// No slot.
+    pub const NONE: Self = Self(0);
+    /// Every slot.
+    pub const ALL: Self = Self((1 << SLOTS) - 1);
+
+    /// The first `count` slots of the period; all if there are no more.
+    pub fn first(count: u32) -> Self {
+        if count >= SLOTS { Self::ALL } else { Self((1 << count) - 1) }
+    }
+
+    /// The slots whose bits are set; bits from 100 on are no slots.
+    pub const fn from_bits(bits: u128) -> Self {
+        Self(bits & Self::ALL.0)
+    }
+
+    /// A bit for each slot.
+    pub const fn bits(self) -> u128 {
+        self.0
+    }
+
+    /// The slot that the moment `now_ns` of CLOCK_MONOTONIC is in.
+    #[expect(clippy::cast_possible_truncation, reason = "below a hundred")]
+    pub const fn at(now_ns: u64) -> u32 {
+        (now_ns / SLOT_NS % SLOTS as u64) as u32
+    }
+
+    /// Whether `slot` is in this set.
+    pub const fn contains(self, slot: u32) -> bool {
+        slot < SLOTS && self.0 >> slot & 1 == 1
+    }
+
+    /// How many slots these are.
+    pub const fn count(self) -> u32 {
+        self.0.count_ones()
+    }
+
+    /// Whether there is none.
+    pub const fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The slots in one or both sets.
+    #[must_use]
+    pub const fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// The slots in both sets.
+    #[must_use]
+    pub const fn intersection(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// The slots of this set that are not in the other.
+    #[must_use]
+    pub const fn difference(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// The slots, from the first.
+    pub fn iter(self) -> impl Iterator<Item = u32> {
+        (0..SLOTS).filter(move |slot| self.contains(*slot))
+    }
+
+    /// `count` slots of those not `taken`: in a row where that can be, in the shortest row that is long enough; else the
+    /// first free ones. None if fewer are free.
+    pub fn place(count: u32, taken: Self) -> Option<Self> {
+        let free = Self::ALL.difference(taken);
+        if count > free.count() {
+            return None;
+        }
+        let mut best: Option<(u32, u32)> = None;
+        let mut at = 0;
+        while at < SLOTS {
+            let length = (free.0 >> at).trailing_ones();
+            if length >= count && best.is_none_or(|(_, shortest)| length < shortest) {
+                best = Some((at, length));
+            }
+            at += length.max(1);
+        }
+        Some(match best {
+            Some((at, _)) => Self(Self::first(count).0 << at),
+            None => Self(free.iter().take(count as usize).fold(0, |bits, slot| bits | 1 << slot)),
+        })
+    }
+
+    /// Nanoseconds from `now_ns` to the next moment in one of these slots: 0 within one. None if there is no slot.
+    pub fn wait_from(self, now_ns: u64) -> Option<u64> {
+        let slot = Self::at(now_ns);
+        if self.contains(slot) {
+            return Some(0);
+        }
+        // The coming slots first, then those of the next period.
+        let turned = (self.0 >> slot | self.0 << (SLOTS - slot)) & Self::ALL.0;
+        (turned != 0).then(|| u64::from(turned.trailing_zeros()) * SLOT_NS - now_ns % SLOT_NS)
+    }
+
+    pub(crate) fn words(self) -> (u64, u64) {
+        halves(self.0)
+    }
+
+    pub(crate) fn from_words(low: u64, high: u64) -> Self {
+        Self::from_bits(whole(low, high))
+    }
+}
+
+/// Rows of slots: `0-29,50`; nothing for none.
+impl fmt::Display for Slots {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut at = 0;
+        let mut comma = "";
+        while at < SLOTS {
+            let length = (self.0 >> at).trailing_ones();
+            match length {
+                0 => {}
+                1 => write!(f, "{comma}{at}")?,
+                _ => write!(f, "{comma}{at}-{}", at + length - 1)?,
+            }
+            if length > 0 {
+                comma = ",";
+            }
+            at += length.max(1);
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Slots {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slots({self})")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn slots() -> impl Strategy<Value = Slots> {
+        any::<u128>().prop_map(Slots::from_bits)
+    }
+
+    #[test]
+    fn slots_read_as_rows() {
+        let slots = Slots::first(30).union(Slots::from_bits(1 << 50)).union(Slots::from_bits(3 << 98));
+        assert_eq!(slots.to_string(), "0-29,50,98-99");
+        assert_eq!((Slots::NONE.to_string(), Slots::ALL.to_string()), (String::new(), "0-99".into()));
+        assert_eq!(
+            (Slots::first(0), Slots::first(100), Slots::first(101)),
+            (Slots::NONE, Slots::ALL, Slots::ALL)
+        );
+    }
+
+    #[test]
+    fn a_share_gets_the_shortest_row_that_holds_it() {
+        let taken = Slots::ALL.difference(Slots::from_bits(0xff << 4 | 0x3f << 40));
+        assert_eq!(Slots::place(5, taken), Some(Slots::from_bits(0x1f << 40)));
+        assert_eq!(Slots::place(7, taken), Some(Slots::from_bits(0x7f << 4)));
+        // No row is as long as that.
+        assert_eq!(Slots::place(10, taken), Some(Slots::from_bits(0xff << 4 | 3 << 40)));
+        assert_eq!(Slots::place(15, taken), None);
+        assert_eq!(Slots::place(100, Slots::NONE), Some(Slots::ALL));
+        assert_eq!(Slots::place(0, Slots::ALL), Some(Slots::NONE));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_placed_was_free_and_is_as_much_as_asked(taken in slots(), count in 0..=110_u32) {
+            match Slots::place(count, taken) {
+                Some(placed) => {
+                    prop_assert_eq!(placed.count(), count);
+                    prop_assert!(placed.intersection(taken).is_empty());
+                }
+                None => prop_assert!(count > 100 - taken.count()),
+            }
+        }
+
+        #[test]
+        fn shares_of_one_gpu_fit_as_long_as_they_sum_to_100(cores in prop::collection::vec(1..=60_u32, 1..20)) {
+            let mut taken = Slots::NONE;
+            for core in cores {
+                let placed = Slots::place(core, taken);
+                prop_assert_eq!(placed.is_some(), taken.count() + core <= 100);
+                taken = taken.union(placed.unwrap_or_default());
+            }
+        }
+
+        #[test]
+        fn the_wait_ends_at_the_first_moment_of_the_next_slot(slots in slots(), now: u64) {
+            let now = now / 2;
+            match slots.wait_from(now) {
+                None => prop_assert!(slots.is_empty()),
+                Some(0) => prop_assert!(slots.contains(Slots::at(now))),
+                Some(wait) => {
+                    prop_assert!(wait < PERIOD_NS);
+                    prop_assert_eq!((now + wait) % SLOT_NS, 0);
+                    prop_assert!(slots.contains(Slots::at(now + wait)));
+                    prop_assert!(!slots.contains(Slots::at(now + wait - 1)));
+                    let starts = (now / SLOT_NS + 1..(now + wait) / SLOT_NS).map(|slot| slot * SLOT_NS);
+                    prop_assert!(starts.chain([now]).all(|moment| !slots.contains(Slots::at(moment))));
+                }
+            }
+        }
+    }
+}
