@@ -88,6 +88,11 @@ impl Cache {
         self.0.join("kubectl/usr/bin/kubectl")
     }
 
+    /// The real `nvidia-smi` of driver 550, where `vcuda-preload/tests/fetch.sh` has been.
+    pub fn nvidia_smi(&self) -> Option<PathBuf> {
+        Some(self.0.join("real/driver-550/nvidia-smi")).filter(|file| file.exists())
+    }
+
     /// Folder for what is made from the rest, such as image layers.
     pub fn made(&self) -> PathBuf {
         self.0.join("made")

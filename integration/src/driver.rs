@@ -10,7 +10,10 @@ use std::{
 use anyhow::{Context, Result, bail};
 use nvml_wrapper::Nvml;
 
-use crate::{cache, process::Process};
+use crate::{
+    cache::{self, Cache},
+    process::Process,
+};
 
 /// It is up in milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
@@ -124,6 +127,9 @@ impl Driver {
         let programs = cache::dist()?.join("sim");
         let mut command = Command::new(programs.join("sim-gpud"));
         command.arg("--root").arg(&self.root).arg("--gpus").arg(gpus.to_string());
+        if let Some(program) = Cache::find()?.nvidia_smi() {
+            command.arg("--nvidia-smi").arg(program);
+        }
         let mut process = Process::spawn("sim-gpud", command, &self.folder.join("sim-gpud.log"))?;
         let deadline = Instant::now() + START_TIMEOUT;
         while self.gpus().is_err() {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use integration::{
     driver::Wanted,
     host::Options,
+    kubelet::RunningPod,
     node::Node,
     pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY},
@@ -87,6 +88,50 @@ async fn a_killed_process_gives_its_memory_back() {
         .unwrap();
     }
     node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+/// The real `nvidia-smi` 550 in each of two containers on one GPU.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn nvidia_smi_shows_the_share_and_its_own_processes() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    assert!(node.cache().nvidia_smi().is_some(), "run vcuda-preload/tests/fetch.sh first");
+    let one = Pod::new("one", Container::new("main", node.image()).share(20, 32));
+    let other = Pod::new("other", Container::new("main", node.image()).share(50, 30));
+    let one = node.kubelet.run(&one).await.unwrap();
+    let other = node.kubelet.run(&other).await.unwrap();
+    let first = node.hold(one.id("main"), 1024).await.unwrap();
+    let second = node.hold(one.id("main"), 512).await.unwrap();
+    node.hold(other.id("main"), 6144).await.unwrap();
+
+    let smi = async |pod: &RunningPod, arguments: &[&str]| {
+        let command = [&["nvidia-smi"], arguments].concat();
+        let done = node.cri().exec(pod.id("main"), &command).await.unwrap();
+        assert_eq!(done.code, 0, "{done:?}");
+        done.stdout
+    };
+    let apps = ["--query-compute-apps=pid,used_memory,name", "--format=csv,noheader"];
+    let mut rows: Vec<_> = smi(&one, &apps).await.lines().map(str::to_owned).collect();
+    rows.sort();
+    let mut expected = [(&first, 1024), (&second, 512)]
+        .map(|(process, mib)| format!("{process}, {mib} MiB, {}", probe::PATH));
+    expected.sort();
+    assert_eq!(rows, expected);
+    let table = smi(&one, &[]).await;
+    assert!(table.contains("1536MiB /   8192MiB"), "{table}");
+    for process in [&first, &second] {
+        let row = table.lines().find(|line| line.split_whitespace().any(|word| word == process));
+        assert!(row.is_some_and(|row| row.contains(probe::PATH)), "{process} is not in\n{table}");
+    }
+    assert_eq!(table.lines().filter(|line| line.contains("cuda-probe")).count(), 2, "{table}");
+    let others = smi(&other, &apps).await;
+    assert_eq!(others.lines().count(), 1, "{others}");
+    assert!(others.contains("6144 MiB"), "{others}");
+
+    for running in [&one, &other] {
+        node.kubelet.delete(running).await.unwrap();
+    }
     node.assert_empty().await;
 }
 

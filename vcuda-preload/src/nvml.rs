@@ -1,6 +1,10 @@
 //! Our functions that stand for NVML's: the share's memory, and the container's own processes.
 
+mod smi;
+
 use std::ffi::{c_char, c_int, c_void};
+
+pub(crate) use smi::nvmlInternalGetExportTable;
 
 use crate::{
     errno,

@@ -247,6 +247,18 @@ fn proc_addresses_are_the_drivers_for_every_name_version_and_flag() {
     }
 }
 
+/// Slots 213 to 215 of it are the lists of processes; see `src/nvml/smi.rs`.
+#[test]
+fn nvidia_smis_table_is_the_drivers_but_for_its_lists_of_processes() {
+    for driver in DRIVERS {
+        let Some(setup) = room(driver) else { return };
+        let client =
+            compile(setup.room.folder.path(), "internal_table", &source("internal_table.c"), &["-ldl"]);
+        let said = setup.room.run(&client, &[]);
+        assert_eq!(said, "same table again: 1, slots: 213 214 215\n", "{driver}");
+    }
+}
+
 #[test]
 fn real_runtimes_find_all_they_look_for() {
     for driver in DRIVERS {

@@ -14,8 +14,8 @@ use crate::{
 /// c4fe3e6c-…: the rest of the ID is not looked at.
 const TABLE: [u8; 4] = [0xc4, 0xfe, 0x3e, 0x6c];
 
-/// Slots of the table; the first holds its size in bytes.
-const SLOTS: usize = 256;
+/// Slots of the table of 550.163.01; the first holds its size in bytes.
+const SLOTS: usize = 251;
 
 /// A process, as slots 213 to 215 tell it.
 #[derive(Clone, Copy)]
@@ -26,11 +26,12 @@ struct Process {
     bytes: u64,
     gpu_instance: i32,
     compute_instance: i32,
-    unknown: u64,
-    name: [u8; 64],
+    protected_bytes: u64,
+    name: [u8; 4096],
 }
 
-const _: () = assert!(std::mem::offset_of!(Process, name) == 32);
+/// What `nvidia-smi` takes from one entry to the next.
+const _: () = assert!(size_of::<Process>() == 4128 && std::mem::offset_of!(Process, name) == 32);
 
 /// Slot 81: PCI address of the GPU at an index.
 extern "C" fn pci(index: u32, to: Out<u8>, length: u32) -> c_int {
@@ -63,13 +64,21 @@ extern "C" fn distance(one: Text, other: Text, to: Out<u32>) -> c_int {
 extern "C" fn computing(device: Device, count: Out<u32>, to: Out<Process>) -> c_int {
     let answer = || -> Outcome {
         let processes = running(&find(device)?).into_iter().map(|process| {
-            let mut name = [0; 64];
+            let mut name = [0; 4096];
             let line = std::fs::read(format!("/proc/{}/cmdline", process.pid)).unwrap_or_default();
             let text = line.split(|byte| *byte == 0).next().unwrap_or_default();
             let length = text.len().min(name.len() - 1);
             name[..length].copy_from_slice(&text[..length]);
             let Running { pid, bytes } = process;
-            Process { pid, padding: 0, bytes, gpu_instance: -1, compute_instance: -1, unknown: 0, name }
+            Process {
+                pid,
+                padding: 0,
+                bytes,
+                gpu_instance: -1,
+                compute_instance: -1,
+                protected_bytes: 0,
+                name,
+            }
         });
         let processes: Vec<Process> = processes.collect();
         crate::ffi::put_list(count, to, &processes)
