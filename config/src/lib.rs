@@ -14,7 +14,9 @@ mod request;
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use gpu_admission::gpu_admission_minors;
 pub use grant::{Grant, GrantError};
-pub use node_file::{GpuPolicy, ImagePolicy, NodeFile, NodeFileError, NriSettings, Paths, Policy, Resources};
+pub use node_file::{
+    ComputePolicy, GpuPolicy, ImagePolicy, NodeFile, NodeFileError, NriSettings, Paths, Policy, Resources,
+};
 pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
 pub use pod_placement::{PodPlacement, PodPlacementError};
 pub use request::{Request, RequestError};
@@ -62,4 +64,9 @@ pub mod annotation {
     pub const USE_GPU: &str = "tencent.com/vcuda-use-gpu";
     /// Set by a user on a pod: UUIDs of GPUs that will not do, separated by commas.
     pub const AVOID_GPU: &str = "tencent.com/vcuda-avoid-gpu";
+    /// Set by a user on a pod: percent of its GPU's compute time that each of its containers with a share may use
+    /// while others leave it idle; from its core to 100.
+    pub const CORE_LIMIT: &str = "tencent.com/vcuda-core-limit";
+    /// Set by a user on a pod: `low` or `normal`. Low ones get idle time only when no normal one wants it.
+    pub const PRIORITY: &str = "tencent.com/vcuda-priority";
 }

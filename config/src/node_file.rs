@@ -33,6 +33,9 @@ pub struct NodeFile {
     /// Which GPUs are offered, and how much of them.
     #[serde(default)]
     pub gpus: GpuPolicy,
+    /// What becomes of compute time that its owners leave idle.
+    #[serde(default)]
+    pub compute: ComputePolicy,
     /// How the NRI plugin presents itself.
     #[serde(default)]
     pub nri: NriSettings,
@@ -84,6 +87,15 @@ pub struct GpuPolicy {
     pub reserved_mib: u64,
     /// XID errors that keep no new shares off a GPU.
     pub ignored_xids: Vec<u64>,
+}
+
+/// What becomes of compute time that its owners leave idle.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct ComputePolicy {
+    /// Idle time is divided by share among those that want it, but for pods that set a core limit of their own.
+    /// Otherwise a share is all that a container gets, unless its pod sets a core limit.
+    pub work_conserving: bool,
 }
 
 /// How the NRI plugin presents itself to containerd.
@@ -236,6 +248,7 @@ impl Default for NodeFile {
             resources: Resources::default(),
             paths: Paths::default(),
             gpus: GpuPolicy::default(),
+            compute: ComputePolicy::default(),
             nri: NriSettings::default(),
             images: ImagePolicy::default(),
         }
@@ -379,6 +392,7 @@ mod tests {
             ("version: 1\nresources: {core: a b}", "resources.core"),
             ("version: 1\nresources: {core: x, memory: x}", "resources"),
             ("version: 1\nimages: {policy: maybe}", "policy"),
+            ("version: 1\ncompute: {workConserving: maybe}", "compute"),
             ("version: 1\nnri: {index: '9'}", "nri.index"),
             ("version: 1\nnri: {name: ''}", "nri.name"),
             ("version: 1\ngpus: {exclude: [0]}", "GPU UUID"),

@@ -346,6 +346,7 @@ mod tests {
             minor: gpu.into(),
             core: if whole { 100 } else { 20 },
             memory_bytes: if whole { 80 << 30 } else { 8 << 30 },
+            slots: region::Slots::NONE,
         };
         let record = ShareRecord {
             version: 1,
@@ -357,6 +358,8 @@ mod tests {
             state: ShareState::Running,
             bound_at: 0,
             shim: !whole,
+            terms: ledger::Terms::default(),
+            set: ledger::Change::default(),
         };
         let folder = ShareFolder::new(&file.paths.shares(), &record.name().unwrap());
         fs::create_dir_all(folder.path()).unwrap();

@@ -205,10 +205,13 @@ mod tests {
                 minor: n.into(),
                 core,
                 memory_bytes: u64::from(units) * MEMORY_UNIT_BYTES,
+                slots: region::Slots::NONE,
             }],
             state: ShareState::Running,
             bound_at: 0,
             shim: kind == ShareKind::Share,
+            terms: ledger::Terms::default(),
+            set: ledger::Change::default(),
         }
     }
 

@@ -15,7 +15,7 @@ use std::{
 
 use common::{FakeRuntime, TestNode, container, granted, pod};
 use criterion::{Criterion, criterion_group, criterion_main};
-use ledger::{Claim, ContainerRef, PodRef};
+use ledger::{Claim, ContainerRef, PodRef, Terms};
 use nri_plugin::{
     binding::Binder,
     service::{NodeSource, Service},
@@ -66,6 +66,7 @@ impl Node {
                 },
                 container: ContainerRef { name: "main".into(), id: format!("neighbour-{n}") },
                 request: Request::new(5, 2).unwrap(),
+                terms: Terms::default(),
             };
             binder.ledger().bind(&inventory, &claim, &[], |_, _| Ok(())).unwrap();
         }

@@ -12,10 +12,10 @@ use std::{
 
 use ledger::{
     Claim, ContainerRef, Inventory, Ledger, LedgerError, PodRef, SandboxEnd, ShareFolder, ShareKind,
-    ShareName, ShareRecord, ShareState, place as place_request,
+    ShareName, ShareRecord, ShareState, Terms, place as place_request,
 };
-use region::{GpuLimit, Limits, Usage, place};
-use vcuda_config::{GpuUuid, Paths};
+use region::{Limits, Usage, place};
+use vcuda_config::{GpuUuid, Paths, Request};
 
 use crate::{
     adjust,
@@ -96,7 +96,7 @@ impl Binder {
         let claim = claim(pod, container, &granted).map_err(refuse)?;
         let inventory = self.inventory().map_err(refuse)?;
         let chosen = Chosen::read(pod, &container.name, &inventory).map_err(refuse)?;
-        if matches!(granted.request, vcuda_config::Request::Share { .. }) && !self.paths.shim().is_file() {
+        if matches!(granted.request, Request::Share { .. }) && !self.paths.shim().is_file() {
             return Err(refuse(format!(
                 "{} is not there; install vcuda {} on this node again",
                 self.paths.shim().display(),
@@ -291,7 +291,14 @@ fn claim(pod: &PodSandbox, container: &Container, granted: &Granted) -> Result<C
     if pod.name.len() > POD_NAME_MAX || pod.namespace.len() > POD_NAME_MAX {
         return Err(format!("the pod's name is longer than {POD_NAME_MAX} bytes"));
     }
-    Ok(Claim { pod: pod_ref(pod), container: container_ref(container), request: granted.request })
+    let terms = terms(pod, &granted.request)?;
+    Ok(Claim { pod: pod_ref(pod), container: container_ref(container), request: granted.request, terms })
+}
+
+/// What the pod's owner says about compute time.
+pub(crate) fn terms(pod: &PodSandbox, request: &Request) -> Result<Terms, String> {
+    let annotation = |key: &str| pod.annotations.get(key).map(String::as_str);
+    Terms::read(request, annotation).map_err(|error| error.to_string())
 }
 
 pub(crate) fn pod_ref(pod: &PodSandbox) -> PodRef {
@@ -312,18 +319,8 @@ pub(crate) fn fill(record: &ShareRecord, folder: &ShareFolder) -> io::Result<()>
     if record.kind == ShareKind::Whole {
         return Ok(());
     }
-    let limits: Vec<GpuLimit> = record
-        .gpus
-        .iter()
-        .map(|gpu| GpuLimit {
-            uuid: gpu.uuid.bytes(),
-            memory_bytes: gpu.memory_bytes,
-            core_percent: gpu.core,
-            core_limit_percent: gpu.core,
-            own_slots: region::Slots::NONE,
-        })
-        .collect();
-    Limits::create(&folder.limits(), &limits)?;
+    // Whether the node divides idle time is the device plugin's to add.
+    Limits::create(&folder.limits(), &record.limits(false))?;
     Usage::create(&folder.usage())?;
     let preload: PathBuf = folder.preload();
     fs::write(&preload, format!("{}\n", place::SHIM))?;

@@ -3,10 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use ledger::{GpuShare, LedgerError, Live, PodLife, ShareKind, ShareName, ShareRecord, ShareState};
+use ledger::{Change, GpuShare, LedgerError, Live, PodLife, ShareKind, ShareName, ShareRecord, ShareState};
+use region::Slots;
 use vcuda_config::{Request, annotation};
 
 use crate::{
+    binding::terms,
     binding::{self, Binder},
     grant::{Granted, has_guard, is_granted},
     wire::{Container, ContainerState, PodSandbox},
@@ -140,6 +142,8 @@ impl Binder {
                 minor: gpu.minor,
                 core,
                 memory_bytes,
+                // Given to it when it is put back.
+                slots: Slots::NONE,
             })
             .collect();
         if gpus.len() != count {
@@ -155,6 +159,8 @@ impl Binder {
             state: ShareState::Running,
             bound_at: 0,
             shim: kind == ShareKind::Share,
+            terms: terms(pod, &granted.request)?,
+            set: Change::default(),
         })
     }
 }

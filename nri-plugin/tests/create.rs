@@ -7,7 +7,7 @@ mod common;
 use std::{fs, sync::Arc, time::Duration};
 
 use common::{FakeRuntime, TestNode, container, device, gpu, granted, message, pod, soon};
-use ledger::{ShareState, Shares};
+use ledger::{Priority, ShareState, Shares, Terms};
 use nri_plugin::{
     service::{NodeSource, Service},
     session::{Identity, serve},
@@ -17,7 +17,7 @@ use nri_plugin::{
     },
 };
 use protobuf::{Message, MessageField};
-use region::{Limits, Usage, place};
+use region::{Limits, Slots, Usage, place};
 use tokio::net::UnixStream;
 use vcuda_config::annotation;
 
@@ -96,7 +96,42 @@ async fn a_share_brings_device_nodes_shim_limits_and_the_guards_annotation() {
     let limits = Limits::open(&folder.join("limits")).unwrap();
     let limit = limits.get(limits.find(&gpu(1).bytes()).unwrap()).unwrap();
     assert_eq!((limits.gpu_count(), limit.memory_bytes, limit.core_percent), (1, 8 << 30, 20));
+    assert_eq!((limit.own_slots, limit.core_limit_percent), (Slots::first(20), 20));
     Usage::open(&folder.join("usage")).unwrap();
+}
+
+#[tokio::test]
+async fn shares_of_a_gpu_get_slots_of_their_own_and_what_their_pods_say_about_idle_time() {
+    let session = session().await;
+    let limit = |name: &str| {
+        let limits = session.node.file.paths.shares().join(name).join("limits");
+        Limits::open(&limits).unwrap().get(0).unwrap()
+    };
+    let mut low = pod(2);
+    low.annotations.insert(annotation::CORE_LIMIT.into(), "50".into());
+    low.annotations.insert(annotation::PRIORITY.into(), "low".into());
+    adjustment(&session, &pod(1), granted(&pod(1), "main", 1, 70, 16)).await;
+    adjustment(&session, &low, granted(&low, "main", 1, 30, 16)).await;
+    let (first, second) = (limit("uid-1_main"), limit("uid-2_main"));
+    assert_eq!(first.own_slots.union(second.own_slots), Slots::ALL);
+    assert_eq!((first.core_limit_percent, second.core_limit_percent), (70, 50));
+    let shares = Shares::read(&session.node.file.paths.shares()).unwrap();
+    let record = &shares.records[&"uid-2_main".parse().unwrap()];
+    assert_eq!(record.terms, Terms { core_limit: Some(50), priority: Priority::Low });
+}
+
+#[tokio::test]
+async fn a_pod_that_says_something_impossible_about_idle_time_is_refused_by_the_annotations_name() {
+    let session = session().await;
+    for (key, value) in
+        [(annotation::CORE_LIMIT, "10"), (annotation::CORE_LIMIT, "all"), (annotation::PRIORITY, "urgent")]
+    {
+        let mut odd = pod(1);
+        odd.annotations.insert(key.into(), value.into());
+        let error = message(session.runtime.create(&odd, granted(&odd, "main", 1, 20, 32)).await);
+        assert!(error.contains(key) && error.contains("correct it or remove it"), "{error}");
+    }
+    assert!(Shares::read(&session.node.file.paths.shares()).unwrap().records.is_empty());
 }
 
 #[tokio::test]

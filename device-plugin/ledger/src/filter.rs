@@ -35,6 +35,12 @@ pub struct WishError {
     reason: String,
 }
 
+impl WishError {
+    pub(crate) fn new(key: &'static str, reason: String) -> Self {
+        Self { key, reason }
+    }
+}
+
 impl Wishes {
     /// Reads a pod's wishes; `annotation` gives the value of the pod's annotation of that name.
     ///

@@ -20,8 +20,8 @@ use thiserror::Error;
 use vcuda_config::{GpuUuid, Request};
 
 use crate::{
-    ContainerRef, Inventory, NoRoom, Placement, PodRef, ShareFolder, ShareKind, ShareName, ShareNameError,
-    ShareRecord, ShareState, Shares, files, place, shares::free_beside,
+    Change, ContainerRef, Inventory, NoRoom, Placement, PodRef, ShareFolder, ShareKind, ShareName,
+    ShareNameError, ShareRecord, ShareState, Shares, Terms, files, place, shares::free_beside, timetable,
 };
 
 /// How many milliseconds after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
@@ -47,6 +47,8 @@ pub struct Claim {
     pub container: ContainerRef,
     /// What it asks.
     pub request: Request,
+    /// What its pod's owner says about compute time.
+    pub terms: Terms,
 }
 
 /// A share that was bound.
@@ -140,7 +142,7 @@ pub enum BindError {
 }
 
 /// Proof that the folder is locked, and the lock itself.
-struct Locked<'a> {
+pub(crate) struct Locked<'a> {
     _process: File,
     _thread: MutexGuard<'a, ()>,
 }
@@ -164,6 +166,7 @@ impl Ledger {
         };
         let lock = ledger.lock()?;
         ledger.clear_leftovers().map_err(|source| ledger.error(source))?;
+        ledger.mend_timetable()?;
         drop(lock);
         Ok(ledger)
     }
@@ -185,7 +188,8 @@ impl Ledger {
 
     /// Binds the share of a container that is being created.
     ///
-    /// A container that held a share before, in this boot or an earlier one, keeps its GPU where it still has room;
+    /// A container that held a share before, in this boot or an earlier one, keeps its GPU where it still has room,
+    /// its slots there, and what an operator has changed ([`Ledger::change`]);
     /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place()`] decides. The first share of a
     /// container takes the place of shares of ended containers of its pod: kubelet gives an init container's
     /// devices on to the pod's other containers.
@@ -216,17 +220,19 @@ impl Ledger {
             .filter(|(other, record)| **other != name && gives_way(other, record))
             .map(|(other, _)| other.clone())
             .collect();
-        let others = shares
-            .records
-            .iter()
-            .filter(|(other, _)| **other != name && !gave_way.contains(other))
-            .map(|(_, record)| record);
+        let others = || {
+            let stays = |other: &ShareName| *other != name && !gave_way.contains(other);
+            shares.records.iter().filter(move |(other, _)| stays(other)).map(|(_, record)| record)
+        };
 
         let mut wish: Vec<GpuUuid> =
             own.iter().flat_map(|own| &own.gpus).map(|gpu| gpu.uuid.clone()).collect();
         wish.extend(prefer.iter().filter(|gpu| !wish.contains(gpu)).cloned().collect::<Vec<_>>());
-        let placement = place(&free_beside(inventory, others), &claim.request, &wish)?;
-        let record = self.record(claim, &placement);
+        let set = own.map(|own| own.set).unwrap_or_default();
+        let mut placement = place(&free_beside(inventory, others()), &set.of(claim.request), &wish)?;
+        let had = own.map_or(&[][..], |own| &own.gpus);
+        timetable::give(kind(&claim.request), &mut placement.gpus, had, &timetable::taken(others()));
+        let record = ShareRecord { set, ..self.record(claim, &placement) };
 
         let fresh = self.work_folder(&name, "new")?;
         let made = fill(&record, &fresh).and_then(|()| record.store(&fresh));
@@ -245,7 +251,7 @@ impl Ledger {
     }
 
     /// Puts back the record of a container that runs, where there is none. It runs whatever the ledger says, so
-    /// room is not asked for. False when there is a record.
+    /// room is not asked for; it gets slots where as many are free. False when there is a record.
     pub fn adopt(
         &self,
         record: &ShareRecord,
@@ -256,8 +262,11 @@ impl Ledger {
         if ShareRecord::load(&self.folder, &name).is_ok() {
             return Ok(false);
         }
+        let mut record = record.clone();
+        let taken = timetable::taken(self.shares()?.records.values());
+        timetable::give(record.kind, &mut record.gpus, &[], &taken);
         let fresh = self.work_folder(&name, "new")?;
-        fill(record, &fresh)
+        fill(&record, &fresh)
             .and_then(|()| record.store(&fresh))
             .map_err(|source| BindError::Fill { path: fresh.path().into(), source })?;
         self.put(&fresh, &ShareFolder::new(&self.folder, &name))?;
@@ -356,10 +365,7 @@ impl Ledger {
     }
 
     fn record(&self, claim: &Claim, placement: &Placement) -> ShareRecord {
-        let kind = match claim.request {
-            Request::Share { .. } => ShareKind::Share,
-            Request::Whole { .. } => ShareKind::Whole,
-        };
+        let kind = kind(&claim.request);
         ShareRecord {
             version: ShareRecord::VERSION,
             pod: claim.pod.clone(),
@@ -370,7 +376,25 @@ impl Ledger {
             state: ShareState::Running,
             bound_at: milliseconds_since_1970(),
             shim: kind == ShareKind::Share,
+            terms: claim.terms,
+            set: Change::default(),
         }
+    }
+
+    /// See [`timetable::mend`]. While a share cannot be read its slots are unknown, and all is left as it is.
+    fn mend_timetable(&self) -> Result<(), LedgerError> {
+        let mut shares = self.shares()?;
+        if !shares.unreadable.is_empty() {
+            return Ok(());
+        }
+        for name in timetable::mend(&mut shares.records) {
+            let folder = ShareFolder::new(&self.folder, &name);
+            if let Some(record) = shares.records.get(&name) {
+                record.store(&folder).map_err(|source| LedgerError { path: folder.record(), source })?;
+                tracing::info!(share = %name, "got its place in the timetable of its GPU");
+            }
+        }
+        Ok(())
     }
 
     fn set_stopped(&self, name: &ShareName, mut record: ShareRecord) -> Result<(), LedgerError> {
@@ -442,7 +466,7 @@ impl Ledger {
         Ok(())
     }
 
-    fn lock(&self) -> Result<Locked<'_>, LedgerError> {
+    pub(crate) fn lock(&self) -> Result<Locked<'_>, LedgerError> {
         let thread = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         let open = || match File::open(&self.folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -459,6 +483,13 @@ impl Ledger {
 
     fn error(&self, source: io::Error) -> LedgerError {
         LedgerError { path: self.folder.clone(), source }
+    }
+}
+
+fn kind(request: &Request) -> ShareKind {
+    match request {
+        Request::Share { .. } => ShareKind::Share,
+        Request::Whole { .. } => ShareKind::Whole,
     }
 }
 

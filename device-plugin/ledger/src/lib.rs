@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+mod change;
 mod files;
 mod filter;
 mod inventory;
@@ -11,7 +12,10 @@ mod place;
 mod rules;
 mod share;
 mod shares;
+mod terms;
+mod timetable;
 
+pub use change::{ChangeError, Changed};
 pub use files::boot_id;
 pub use filter::{GpuFilter, WishError, Wishes};
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
@@ -25,3 +29,4 @@ pub use share::{
     ShareRecord, ShareState,
 };
 pub use shares::{Shares, Unreadable};
+pub use terms::{Change, Priority, Terms};

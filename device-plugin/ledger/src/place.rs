@@ -3,6 +3,7 @@
 
 use std::fmt;
 
+use region::Slots;
 use thiserror::Error;
 use vcuda_config::{CORE_PER_GPU, GpuUuid, Link, MEMORY_UNIT_BYTES, Request};
 
@@ -24,7 +25,7 @@ pub struct GpuFree<'a> {
 /// Where a request goes, and why there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// What it gets, one entry a GPU.
+    /// What it gets, one entry a GPU; slots are given out when it is bound.
     pub gpus: Vec<GpuShare>,
     /// Why these.
     pub choice: Choice,
@@ -209,7 +210,13 @@ impl GpuFree<'_> {
             Request::Share { core, .. } => (*core, request.memory_bytes().unwrap_or(0)),
             Request::Whole { .. } => (CORE_PER_GPU, self.gpu.usable_bytes()),
         };
-        GpuShare { uuid: self.gpu.uuid.clone(), minor: self.gpu.minor, core, memory_bytes }
+        GpuShare {
+            uuid: self.gpu.uuid.clone(),
+            minor: self.gpu.minor,
+            core,
+            memory_bytes,
+            slots: Slots::NONE,
+        }
     }
 
     /// How empty the GPU is: free core and free memory, each in thousandths of the GPU, added up. Both terms are

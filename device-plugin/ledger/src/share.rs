@@ -10,11 +10,12 @@ use std::{
     str::FromStr,
 };
 
+use region::{GpuLimit, Slots};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vcuda_config::{CORE_PER_GPU, GpuUuid};
 
-use crate::files;
+use crate::{Change, Terms, files, timetable};
 
 /// The one version of `share.json` that this build writes and reads.
 const RECORD_VERSION: u32 = 1;
@@ -169,6 +170,12 @@ pub struct ShareRecord {
     pub bound_at: u64,
     /// Whether the container was given the shim, with limits and usage. Whole GPUs go without.
     pub shim: bool,
+    /// What the pod's owner says about compute time.
+    #[serde(default, skip_serializing_if = "Terms::is_default")]
+    pub terms: Terms,
+    /// What an operator has changed since. `gpus` has it already.
+    #[serde(default, skip_serializing_if = "Change::is_empty")]
+    pub set: Change,
 }
 
 /// The pod of a share, as the runtime names it.
@@ -207,6 +214,14 @@ pub struct GpuShare {
     pub core: u32,
     /// Device memory in bytes.
     pub memory_bytes: u64,
+    /// Slots of the GPU's period that are its own, one for each core; none for whole GPUs, and for a share that an
+    /// earlier version bound and that has not got its own yet.
+    #[serde(default, skip_serializing_if = "no_slots", with = "timetable::text")]
+    pub slots: Slots,
+}
+
+fn no_slots(slots: &Slots) -> bool {
+    slots.is_empty()
 }
 
 /// Kind of a share.
@@ -267,6 +282,30 @@ impl ShareRecord {
         ShareName::new(&self.pod.uid, &self.container.name)
     }
 
+    /// Percent of the GPU's time that it may use while others leave it idle, if its pod or an operator says it; never
+    /// below its core.
+    pub fn core_limit(&self) -> Option<u32> {
+        let core = self.gpus.iter().map(|gpu| gpu.core).max().unwrap_or(CORE_PER_GPU);
+        self.set.core_limit.or(self.terms.core_limit).map(|limit| limit.clamp(core, CORE_PER_GPU))
+    }
+
+    /// What its container is held to. On a node that is `work_conserving`, a share whose pod says nothing may use all
+    /// that others leave idle.
+    pub fn limits(&self, work_conserving: bool) -> Vec<GpuLimit> {
+        let limit = |gpu: &GpuShare| GpuLimit {
+            uuid: gpu.uuid.bytes(),
+            memory_bytes: gpu.memory_bytes,
+            core_percent: gpu.core,
+            core_limit_percent: self.core_limit().unwrap_or(if work_conserving {
+                CORE_PER_GPU
+            } else {
+                gpu.core
+            }),
+            own_slots: gpu.slots,
+        };
+        self.gpus.iter().map(limit).collect()
+    }
+
     fn parse(bytes: &[u8], name: &ShareName) -> Result<Self, String> {
         #[derive(Deserialize)]
         struct Version {
@@ -290,6 +329,10 @@ impl ShareRecord {
         }
         if let Some(gpu) = record.gpus.iter().find(|gpu| !(1..=CORE_PER_GPU).contains(&gpu.core)) {
             return Err(format!("{}: {} core is not 1 to {CORE_PER_GPU}", gpu.uuid, gpu.core));
+        }
+        let odd = |gpu: &&GpuShare| !gpu.slots.is_empty() && gpu.slots.count() != gpu.core;
+        if let Some(gpu) = record.gpus.iter().find(odd) {
+            return Err(format!("{}: {} core with {} slots", gpu.uuid, gpu.core, gpu.slots.count()));
         }
         Ok(record)
     }
@@ -329,10 +372,13 @@ mod tests {
                 minor: 0,
                 core: 20,
                 memory_bytes: 8 << 30,
+                slots: Slots::first(20),
             }],
             state: ShareState::Running,
             bound_at: 1,
             shim: true,
+            terms: Terms { core_limit: Some(50), ..Terms::default() },
+            set: Change::default(),
         }
     }
 
@@ -364,6 +410,31 @@ mod tests {
     }
 
     #[test]
+    fn a_record_of_an_earlier_version_has_no_slots_and_no_terms() {
+        let mut text = serde_json::to_value(record()).unwrap();
+        text.as_object_mut().unwrap().remove("terms");
+        text["gpus"][0].as_object_mut().unwrap().remove("slots");
+        let bytes = serde_json::to_vec(&text).unwrap();
+        let read = ShareRecord::parse(&bytes, &record().name().unwrap()).unwrap();
+        assert_eq!((read.gpus[0].slots, read.terms), (Slots::NONE, Terms::default()));
+        assert_eq!(serde_json::to_value(read).unwrap(), text, "and is written as it was");
+    }
+
+    #[test]
+    fn the_core_limit_is_the_operators_the_pods_or_the_nodes() {
+        let limit = |record: &ShareRecord, conserving| record.limits(conserving)[0].core_limit_percent;
+        let mut record = record();
+        assert_eq!((limit(&record, false), limit(&record, true)), (50, 50));
+        record.set.core_limit = Some(70);
+        assert_eq!(limit(&record, true), 70);
+        record.set.core_limit = None;
+        record.terms.core_limit = None;
+        assert_eq!((limit(&record, false), limit(&record, true)), (20, 100));
+        record.terms.core_limit = Some(10);
+        assert_eq!(limit(&record, false), 20, "never below what the share owns");
+    }
+
+    #[test]
     fn unknown_keys_versions_and_amounts_are_refused() {
         let name = record().name().unwrap();
         let text = serde_json::to_string(&record()).unwrap();
@@ -373,6 +444,8 @@ mod tests {
             ("\"core\":20", "\"core\":0", "0 core"),
             ("\"core\":20", "\"core\":101", "101 core"),
             ("\"core\":20", "\"core\":-1", "-1"),
+            ("\"0-19\"", "\"0-18\"", "20 core with 19 slots"),
+            ("\"0-19\"", "\"90-109\"", "0 to 99"),
         ] {
             let changed = text.replacen(from, to, 1);
             assert_ne!(changed, text);

@@ -5,11 +5,15 @@
 
 mod common;
 
-use std::{collections::BTreeMap, fs, io};
+use std::{collections::BTreeMap, fs, io, num::NonZeroU32};
 
 use common::{UNITS, assert_not_overpromised, claim, inventory};
-use ledger::{BindError, Ledger, Live, PodLife, SandboxEnd, ShareName, ShareRecord, ShareState};
+use ledger::{
+    BindError, Change, ChangeError, Ledger, Live, PodLife, SandboxEnd, ShareKind, ShareName, ShareRecord,
+    ShareState,
+};
 use proptest::prelude::*;
+use region::Slots;
 use vcuda_config::{GpuUuid, Request};
 
 #[derive(Clone, Debug)]
@@ -43,14 +47,33 @@ enum Step {
         alive: Vec<u32>,
         ended: Vec<u32>,
     },
-    /// Everything is forgotten but the folder, where a killed process left something.
+    /// An operator changes what a share holds; its container may not be told.
+    Change {
+        pod: u32,
+        container: u32,
+        change: Change,
+        told: bool,
+    },
+    /// Everything is forgotten but the folder, where a killed process left something. An upgraded one finds shares
+    /// without slots.
     Restart {
         reboot: bool,
+        upgrade: bool,
     },
     Health {
         gpu: usize,
         healthy: bool,
     },
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    (prop::option::of(0..=101_u32), prop::option::of(1..=UNITS + 1), prop::option::of(1..=101_u32)).prop_map(
+        |(core, units, core_limit)| Change {
+            core,
+            memory_units: units.and_then(NonZeroU32::new),
+            core_limit,
+        },
+    )
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -63,11 +86,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             .prop_map(|(pod, container, core, units, prefer)| Step::Bind { pod, container, core, units, prefer }),
         1 => (pod.clone(), container.clone()).prop_map(|(pod, container)| Step::Fail { pod, container }),
         3 => (pod.clone(), container.clone()).prop_map(|(pod, container)| Step::Stop { pod, container }),
-        1 => (pod.clone(), container).prop_map(|(pod, container)| Step::LateStop { pod, container }),
+        1 => (pod.clone(), container.clone()).prop_map(|(pod, container)| Step::LateStop { pod, container }),
         2 => (pod.clone(), any::<bool>()).prop_map(|(pod, removed)| Step::EndSandbox { pod, removed }),
-        1 => (prop::collection::vec(pod.clone(), 0..6), prop::collection::vec(pod, 0..3))
+        1 => (prop::collection::vec(pod.clone(), 0..6), prop::collection::vec(pod.clone(), 0..3))
             .prop_map(|(alive, ended)| Step::Prune { alive, ended }),
-        1 => any::<bool>().prop_map(|reboot| Step::Restart { reboot }),
+        3 => (pod, container, change(), any::<bool>())
+            .prop_map(|(pod, container, change, told)| Step::Change { pod, container, change, told }),
+        1 => (any::<bool>(), any::<bool>())
+            .prop_map(|(reboot, upgrade)| Step::Restart { reboot, upgrade }),
         1 => (0..3_usize, any::<bool>()).prop_map(|(gpu, healthy)| Step::Health { gpu, healthy }),
     ];
     prop::collection::vec(step, 1..60)
@@ -104,6 +130,14 @@ fn run(steps: Vec<Step>) {
                             assert!(inventory.gpu(&gpu.uuid).unwrap().healthy, "placed on an unhealthy GPU");
                         }
                         assert!(before.is_none() || bound.gave_way.is_empty());
+                        if let (Some(before), Request::Share { core, .. }) = (&before, claim.request)
+                            && before.kind == ShareKind::Share
+                        {
+                            let (was, is) = (&before.gpus[0], &bound.record.gpus[0]);
+                            assert_eq!(bound.record.set, before.set, "what was set stays");
+                            assert_eq!(is.core, before.set.core.unwrap_or(core));
+                            assert!((&was.uuid, was.core) != (&is.uuid, is.core) || was.slots == is.slots);
+                        }
                         for name in &bound.gave_way {
                             let given = model.remove(name).unwrap();
                             assert_eq!(given.state, ShareState::Stopped);
@@ -160,8 +194,46 @@ fn run(steps: Vec<Step>) {
                     record.state = ShareState::Stopped;
                 }
             }
-            Step::Restart { reboot } => {
+            Step::Change { pod, container, change, told } => {
+                let name = ShareName::new(&format!("pod-{pod}"), &format!("c{container}")).unwrap();
+                let tell = |record: &ShareRecord, _: &ledger::ShareFolder| {
+                    assert_eq!(ledger.shares().unwrap().records[&name], *record, "it is recorded first");
+                    if told { Ok(()) } else { Err(io::Error::other("gone")) }
+                };
+                match ledger.change(&inventory, &name, change, tell) {
+                    Ok(changed) => {
+                        assert!(told);
+                        assert_eq!(model.insert(name, changed.after), Some(changed.before));
+                    }
+                    Err(ChangeError::Apply { .. }) => {
+                        assert!(!told);
+                        let record = ledger.shares().unwrap().records[&name].clone();
+                        model.insert(name, record);
+                    }
+                    Err(ChangeError::Unknown(_)) => assert!(!model.contains_key(&name)),
+                    Err(ChangeError::Whole(_)) => assert_eq!(model[&name].kind, ShareKind::Whole),
+                    Err(ChangeError::NoRoom { core, memory_bytes, .. }) => {
+                        let was = &model[&name].gpus[0];
+                        let grows = |now: Option<u64>, was: u64, free: u64| {
+                            now.is_some_and(|now| now > was && now > free)
+                        };
+                        let units = change.memory_units.map(|units| u64::from(units.get()) << 28);
+                        assert!(
+                            grows(change.core.map(u64::from), was.core.into(), core.into())
+                                || grows(units, was.memory_bytes, memory_bytes)
+                        );
+                    }
+                    Err(ChangeError::Amount { .. }) => {}
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            Step::Restart { reboot, upgrade } => {
                 boot += u32::from(reboot);
+                for (name, record) in model.iter_mut().filter(|_| upgrade) {
+                    record.gpus.iter_mut().for_each(|gpu| gpu.slots = Slots::NONE);
+                    let file = ledger::ShareFolder::new(&shares, name).record();
+                    fs::write(file, serde_json::to_vec(record).unwrap()).unwrap();
+                }
                 fs::create_dir(shares.join(format!(".pod-0.{attempt}.new"))).unwrap();
                 fs::create_dir(shares.join(format!(".pod-0.{attempt}.old"))).unwrap();
                 ledger = Ledger::open_in_boot(&shares, format!("boot-{boot}")).unwrap();
@@ -169,6 +241,9 @@ fn run(steps: Vec<Step>) {
                 let hidden = hidden
                     .filter(|entry| entry.as_ref().unwrap().file_name().as_encoded_bytes().starts_with(b"."));
                 assert_eq!(hidden.count(), 0, "leftovers of a killed process stay");
+                for (name, record) in ledger.shares().unwrap().records.into_iter().filter(|_| upgrade) {
+                    model.get_mut(&name).unwrap().gpus = record.gpus;
+                }
             }
             Step::Health { gpu, healthy } => inventory.gpus[gpu].healthy = healthy,
         }

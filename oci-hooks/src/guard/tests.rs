@@ -4,7 +4,7 @@
 use std::{fs, os::unix::fs::symlink, process::Command as Process};
 
 use ledger::{ContainerRef, DeviceNode, Driver, GpuShare, PodRef, ShareState};
-use region::{GpuLimit, Usage, place};
+use region::{GpuLimit, Slots, Usage, place};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount_bind, mount_change, mount_remount};
 use tempfile::TempDir;
 use vcuda_config::GpuUuid;
@@ -69,10 +69,18 @@ impl Rig {
             container: ContainerRef { name: "main".into(), id: ID.into() },
             boot_id: ledger::boot_id().unwrap(),
             kind: ShareKind::Share,
-            gpus: vec![GpuShare { uuid: gpu(), minor: 0, core: 20, memory_bytes: 8 << 30 }],
+            gpus: vec![GpuShare {
+                uuid: gpu(),
+                minor: 0,
+                core: 20,
+                memory_bytes: 8 << 30,
+                slots: Slots::first(20),
+            }],
             state: ShareState::Running,
             bound_at: 1,
             shim: true,
+            terms: ledger::Terms::default(),
+            set: ledger::Change::default(),
         };
         let container = Container { id: ID.into(), share: Some(SHARE.into()), bundle: at("bundle") };
         let rig = Self { root: at("root"), folder, paths, container, record };
@@ -119,7 +127,7 @@ impl Rig {
     }
 
     fn limit(&self, gpu: GpuUuid, memory_bytes: u64) {
-        let own_slots = region::Slots::first(20);
+        let own_slots = Slots::first(20);
         let limit = GpuLimit {
             uuid: gpu.bytes(),
             memory_bytes,

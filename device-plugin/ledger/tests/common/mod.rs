@@ -1,6 +1,8 @@
 //! A small node for the ledger's tests.
 
-use ledger::{Claim, ContainerRef, Driver, Gpu, Inventory, PodRef, Shares};
+use std::collections::BTreeMap;
+
+use ledger::{Claim, ContainerRef, Driver, Gpu, Inventory, PodRef, ShareKind, Shares, Terms};
 use vcuda_config::{GpuUuid, MEMORY_UNIT_BYTES, Request};
 
 pub const UNITS: u32 = 40;
@@ -31,6 +33,7 @@ pub fn claim(pod: u32, sandbox: u32, container: u32, attempt: u32, request: Requ
         },
         container: ContainerRef { name: format!("c{container}"), id: format!("{pod}-{container}-{attempt}") },
         request,
+        terms: Terms::default(),
     }
 }
 
@@ -47,5 +50,21 @@ pub fn assert_not_overpromised(shares: &Shares, inventory: &Inventory) {
         let memory: u64 = on_it.iter().map(|share| share.memory_bytes).sum();
         assert!(core <= 100, "{}: {core} core promised", gpu.uuid);
         assert!(memory <= gpu.usable_bytes(), "{}: {memory} bytes promised", gpu.uuid);
+    }
+    assert_timetable(shares);
+}
+
+/// Every share of a part of a GPU has a slot for each core, and no slot has two owners.
+pub fn assert_timetable(shares: &Shares) {
+    let mut owners = BTreeMap::new();
+    for (name, record) in &shares.records {
+        for gpu in &record.gpus {
+            let slots = if record.kind == ShareKind::Share { gpu.core } else { 0 };
+            assert_eq!(gpu.slots.count(), slots, "{name} on {}", gpu.uuid);
+            for slot in gpu.slots.iter() {
+                let other = owners.insert((gpu.uuid.clone(), slot), name);
+                assert_eq!(other, None, "{}: slot {slot} has two owners, one is {name}", gpu.uuid);
+            }
+        }
     }
 }
