@@ -12,4 +12,5 @@ pub mod link;
 mod models;
 pub mod stamp;
 pub mod state;
+pub mod time;
 pub mod wire;
