@@ -2,7 +2,7 @@
 //! distribution keeps them. It writes `/etc/ld.so.cache` itself: no `ldconfig` is run, neither the image's nor the
 //! host's, and nothing of the image is executed. It knows nothing of what the libraries are.
 
-mod cache;
+pub mod cache;
 
 use std::{
     collections::BTreeSet,
@@ -90,7 +90,7 @@ fn write_cache(args: &Args, rootfs: &Rootfs) -> Result<(), RootfsError> {
         Err(RootfsError::Failed { reason: Errno::LOOP, .. } | RootfsError::NotRegular { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
-    let mut cache = Cache::parse(&old);
+    let mut cache = Cache::parse(&old).unwrap_or_default();
     if cache.has(&libraries) {
         return Ok(());
     }

@@ -92,7 +92,7 @@ impl Node {
     /// # Errors
     /// The shim cannot be read.
     pub fn with_shim(shim: &Path) -> Result<Self, Trouble> {
-        let facts = host_file(shim, Depth::Symbols)?;
+        let facts = host_file(shim, Depth::Whole)?;
         let elf = facts.elf().ok_or_else(|| Trouble(format!("{}: no library", shim.display())))?;
         Ok(Self { shim: Shim::of(elf), covered: Covered::of(&facts), driver: None })
     }

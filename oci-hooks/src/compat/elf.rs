@@ -20,10 +20,12 @@ pub type Places = Vec<(u64, u64)>;
 /// How much of a file is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// What the loader needs to find libraries: enough to say whether a file can start.
+    /// What the loader needs to find libraries, with versions: enough to say whether a file can start.
     Linking,
-    /// Symbols and section headers too.
+    /// Symbols and section headers instead of versions: enough to say what a file is to a share.
     Symbols,
+    /// All of it.
+    Whole,
 }
 
 /// What an ELF file says about itself.

@@ -12,7 +12,7 @@ fn file(bytes: &[u8]) -> File {
 }
 
 fn read(bytes: &[u8]) -> Result<Elf, ElfError> {
-    Elf::read(&file(bytes), Depth::Symbols)
+    Elf::read(&file(bytes), Depth::Whole)
 }
 
 fn full() -> Maker {
@@ -61,7 +61,7 @@ fn texts_are_read_where_a_file_looks_symbols_up() {
 
 #[test]
 fn this_very_program_is_understood() {
-    let elf = Elf::read(&File::open(std::env::current_exe().unwrap()).unwrap(), Depth::Symbols).unwrap();
+    let elf = Elf::read(&File::open(std::env::current_exe().unwrap()).unwrap(), Depth::Whole).unwrap();
     assert!(elf.executable && elf.dynamic && !elf.is_static());
     assert!(elf.needs_library("libc.so"), "{:?}", elf.needed);
     assert!(elf.newest_needed("GLIBC_") >= Some(Version(2, 17, 0)));

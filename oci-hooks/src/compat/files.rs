@@ -79,7 +79,7 @@ impl Facts {
         let metadata = file.metadata().map_err(trouble)?;
         let kind = match Elf::read(file, depth) {
             Ok(elf) => {
-                let texts = (depth == Depth::Symbols && elf.looks_symbols_up())
+                let texts = (depth != Depth::Linking && elf.looks_symbols_up())
                     .then(|| Box::new(Texts::scan(file, &constants(&elf, metadata.len()))));
                 Kind::Elf(Box::new(elf), texts)
             }

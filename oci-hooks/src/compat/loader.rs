@@ -3,14 +3,16 @@
 
 use std::{
     cell::OnceCell,
+    ffi::OsStr,
+    os::unix::ffi::OsStrExt,
     path::{Component, Path, PathBuf},
 };
 
 use super::{
-    cache::{self, Entry},
     elf::{Depth, Elf},
     files::{Facts, Files, Trouble},
 };
+use crate::ldcache::cache::{self, Cache};
 
 /// Where glibc's cache is.
 pub const CACHE: &str = "/etc/ld.so.cache";
@@ -33,7 +35,7 @@ pub struct Loader<'a, F: ?Sized> {
     files: &'a F,
     machine: u16,
     library_path: Vec<PathBuf>,
-    cache: OnceCell<Result<Vec<Entry>, Trouble>>,
+    cache: OnceCell<Result<Cache, Trouble>>,
 }
 
 /// A library that the loader would take.
@@ -93,12 +95,11 @@ impl<'a, F: Files + ?Sized> Loader<'a, F> {
             }
         }
         // An unreadable cache is an empty one to the loader.
-        for entry in self.cached() {
-            if entry.name == name
-                && entry.fits(self.machine)
-                && let Some(found) = self.take(Path::new(&entry.path), By::Cache)?
-            {
-                return Ok(Some(found));
+        if let Ok(cache) = self.load_cache() {
+            for path in cache.find(name.as_bytes()) {
+                if let Some(found) = self.take(Path::new(OsStr::from_bytes(path)), By::Cache)? {
+                    return Ok(Some(found));
+                }
             }
         }
         for folder in default_folders(self.machine) {
@@ -114,14 +115,10 @@ impl<'a, F: Files + ?Sized> Loader<'a, F> {
         self.load_cache().as_ref().err()
     }
 
-    fn cached(&self) -> &[Entry] {
-        self.load_cache().as_deref().unwrap_or_default()
-    }
-
-    fn load_cache(&self) -> &Result<Vec<Entry>, Trouble> {
+    fn load_cache(&self) -> &Result<Cache, Trouble> {
         self.cache.get_or_init(|| match self.files.read(Path::new(CACHE), cache::MAX_BYTES)? {
-            Some(bytes) => cache::parse(&bytes).map_err(|reason| Trouble(reason.into())),
-            None => Ok(Vec::new()),
+            Some(bytes) => Cache::parse(&bytes).ok_or_else(|| Trouble("it is none, or cut off".into())),
+            None => Ok(Cache::default()),
         })
     }
 

@@ -5,7 +5,6 @@
 //! It must not know about shares, NRI or kubelet: it is told the shim, the driver and what is to be started.
 
 pub mod archive;
-pub mod cache;
 pub mod check;
 pub mod cuda;
 pub mod elf;

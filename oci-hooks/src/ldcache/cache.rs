@@ -90,16 +90,21 @@ pub struct Library {
 }
 
 impl Cache {
-    /// Reads a cache as the loader would. A file that the loader ignores, because it is none or cut short, is
-    /// an empty cache; an entry that it cannot use is left out.
-    pub fn parse(bytes: &[u8]) -> Self {
+    /// Reads a cache as the loader would: an entry that it cannot use is left out. `None` is a file that the
+    /// loader ignores, because it is none or cut short.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.starts_with(NEW_MAGIC) {
-            return Self::parse_new(bytes, 0).unwrap_or_default();
+            Self::parse_new(bytes, 0)
+        } else if bytes.starts_with(OLD_MAGIC) {
+            Self::parse_old(bytes)
+        } else {
+            None
         }
-        if !bytes.starts_with(OLD_MAGIC) {
-            return Self::default();
-        }
-        Self::parse_old(bytes).unwrap_or_default()
+    }
+
+    /// Paths of the libraries of this name for this machine, in the order in which the loader takes them.
+    pub fn find<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+        self.native(name).map(|entry| self.string(entry.value))
     }
 
     fn parse_old(bytes: &[u8]) -> Option<Self> {
@@ -155,9 +160,8 @@ impl Cache {
     /// Whether the loader finds exactly these libraries under their names already.
     pub fn has(&self, libraries: &[Library]) -> bool {
         libraries.iter().all(|library| {
-            let mut found = self.native(&library.name);
-            found.next().is_some_and(|entry| self.string(entry.value) == library.path.as_bytes())
-                && found.next().is_none()
+            let mut found = self.find(library.name.as_bytes());
+            found.next() == Some(library.path.as_bytes()) && found.next().is_none()
         })
     }
 
@@ -230,10 +234,10 @@ impl Cache {
     }
 
     /// Entries with this name for this machine.
-    fn native<'a>(&'a self, name: &'a CString) -> impl Iterator<Item = &'a Entry> {
-        self.entries.iter().filter(move |entry| {
-            entry.flags == NATIVE_FLAGS && starts_string(&self.strings, entry.key, name.as_bytes())
-        })
+    fn native<'a>(&'a self, name: &'a [u8]) -> impl Iterator<Item = &'a Entry> {
+        self.entries
+            .iter()
+            .filter(move |entry| entry.flags == NATIVE_FLAGS && starts_string(&self.strings, entry.key, name))
     }
 
     fn string(&self, at: u32) -> &[u8] {

@@ -35,7 +35,7 @@ impl Host {
     }
 
     fn assert_finds(&self, libraries: &[&str]) {
-        let cache = Cache::parse(&fs::read(self.at(CACHE)).unwrap());
+        let cache = Cache::parse(&fs::read(self.at(CACHE)).unwrap()).unwrap();
         let libraries: Vec<_> = libraries.iter().map(|path| library(Path::new(path)).unwrap()).collect();
         assert!(cache.has(&libraries));
     }

@@ -271,7 +271,7 @@ fn file(reader: &mut impl Read, path: &Path, mode: u32, size: u64) -> io::Result
         if head.starts_with(b"\x7fELF") {
             io::copy(reader, &mut copy)?;
         }
-        let facts = Facts::of(&copy, Depth::Symbols).unwrap_or_else(|Trouble(reason)| Facts {
+        let facts = Facts::of(&copy, Depth::Whole).unwrap_or_else(|Trouble(reason)| Facts {
             mode,
             size,
             kind: Kind::Broken(ElfError::Unreadable(reason)),

@@ -42,8 +42,9 @@ const MAX_SYMBOLS_BYTES: u64 = 24 << 20;
 /// Version needs or definitions; libc.so.6 has 40.
 const MAX_VERSIONS: usize = 4096;
 
-/// Bytes of the version tables.
+/// Bytes of the largest version tables, and of most.
 const MAX_VERSION_BYTES: u64 = 256 << 10;
+const USUAL_VERSION_BYTES: u64 = 4 << 10;
 
 /// Libraries that one file may need.
 const MAX_NEEDED: usize = 1024;
@@ -109,7 +110,7 @@ impl<'a> Reader<'a> {
             elf.dynamic = true;
             self.fill_linking(&mut elf, &dynamic, depth)?;
         }
-        if depth == Depth::Symbols && elf.looks_symbols_up() {
+        if depth != Depth::Linking && elf.looks_symbols_up() {
             elf.constants = self.constants();
         }
         Ok(elf)
@@ -165,9 +166,11 @@ impl<'a> Reader<'a> {
         elf.soname = text(dt::DT_SONAME)?;
         elf.rpath = text(dt::DT_RPATH)?;
         elf.runpath = text(dt::DT_RUNPATH)?;
-        elf.needs = self.needs(&entries, &strings)?;
-        elf.defines = self.defines(&entries, &strings)?;
-        if depth == Depth::Symbols {
+        if depth != Depth::Symbols {
+            elf.needs = self.needs(&entries, &strings)?;
+            elf.defines = self.defines(&entries, &strings)?;
+        }
+        if depth != Depth::Linking {
             self.fill_symbols(elf, &entries, &strings)?;
         }
         Ok(())
@@ -188,18 +191,28 @@ impl<'a> Reader<'a> {
         else {
             return Ok(Vec::new());
         };
-        let (bytes, sections) = self.version_table(SHT_GNU_VERNEED, at, count)?;
         let mut needs = Vec::new();
-        let Some(table) = VerneedSection::parse(&bytes, &sections, self.ctx)? else { return Ok(needs) };
-        for need in table.iter() {
-            let library = strings.get(need.vn_file as u64)?;
-            for version in need.iter() {
-                if needs.len() == MAX_VERSIONS {
-                    return Err(ElfError::Broken("it needs more versions than any"));
+        self.version_table(SHT_GNU_VERNEED, at, count, |bytes, header| {
+            needs.clear();
+            let Some(table) = VerneedSection::parse(bytes, header, self.ctx)? else { return Ok(true) };
+            let mut libraries = 0;
+            for need in table.iter() {
+                libraries += 1;
+                let library = strings.get(need.vn_file as u64)?;
+                let mut versions = 0;
+                for version in need.iter() {
+                    versions += 1;
+                    if needs.len() == MAX_VERSIONS {
+                        return Err(ElfError::Broken("it needs more versions than any"));
+                    }
+                    needs.push((library.clone(), strings.get(version.vna_name as u64)?));
                 }
-                needs.push((library.clone(), strings.get(version.vna_name as u64)?));
+                if versions < need.vn_cnt {
+                    return Ok(false);
+                }
             }
-        }
+            Ok(libraries == count)
+        })?;
         Ok(needs)
     }
 
@@ -207,41 +220,50 @@ impl<'a> Reader<'a> {
         let (Some(at), Some(count)) = (entries.value(dt::DT_VERDEF), entries.value(dt::DT_VERDEFNUM)) else {
             return Ok(Vec::new());
         };
-        let (bytes, sections) = self.version_table(SHT_GNU_VERDEF, at, count)?;
         let mut defines = Vec::new();
-        let Some(table) = VerdefSection::parse(&bytes, &sections, self.ctx)? else { return Ok(defines) };
-        for definition in table.iter() {
-            // The first name is the version's own, the others are its parents.
-            if let Some(name) = definition.iter().next() {
+        self.version_table(SHT_GNU_VERDEF, at, count, |bytes, header| {
+            defines.clear();
+            let Some(table) = VerdefSection::parse(bytes, header, self.ctx)? else { return Ok(true) };
+            for definition in table.iter() {
+                // The first name is the version's own, the others are its parents.
+                let Some(name) = definition.iter().next() else { return Ok(false) };
                 if defines.len() == MAX_VERSIONS {
                     return Err(ElfError::Broken("it defines more versions than any"));
                 }
                 defines.push(strings.get(name.vda_name as u64)?);
             }
-        }
+            Ok(defines.len() as u64 == count)
+        })?;
         Ok(defines)
     }
 
-    /// The bytes of a version table and a section header that says so, which is what goblin asks for. The loader
-    /// knows no section headers, so those of the file are not asked.
+    /// Has `parse` look at a version table, as a section header tells goblin of it. The loader knows no section
+    /// headers, so those of the file are not asked. How long the table is nobody says: `parse` is given a little,
+    /// and more where it says that this was not all.
     fn version_table(
         &self,
         kind: u32,
         at: u64,
         count: u64,
-    ) -> Result<(Vec<u8>, [SectionHeader; 1]), ElfError> {
+        mut parse: impl FnMut(&[u8], &[SectionHeader]) -> Result<bool, ElfError>,
+    ) -> Result<(), ElfError> {
         if count > MAX_VERSIONS as u64 {
             return Err(ElfError::Broken("its version table is larger than any"));
         }
         let offset = self.offset(at)?;
-        let size = self.size.saturating_sub(offset).min(MAX_VERSION_BYTES);
-        let header = SectionHeader {
-            sh_type: kind,
-            sh_size: size,
-            sh_info: u32::try_from(count).unwrap_or(0),
-            ..SectionHeader::default()
-        };
-        Ok((self.exactly(offset, size)?, [header]))
+        for most in [USUAL_VERSION_BYTES, MAX_VERSION_BYTES] {
+            let size = self.size.saturating_sub(offset).min(most);
+            let header = SectionHeader {
+                sh_type: kind,
+                sh_size: size,
+                sh_info: u32::try_from(count).unwrap_or(0),
+                ..SectionHeader::default()
+            };
+            if parse(&self.exactly(offset, size)?, &[header])? || size < most {
+                break;
+            }
+        }
+        Ok(())
     }
 
     fn fill_symbols(&self, elf: &mut Elf, entries: &Entries<'_>, strings: &Strings) -> Result<(), ElfError> {

@@ -1,0 +1,16 @@
+//! The program that libFuzzer runs: FUZZ_TARGET says what the bytes are taken for.
+#![no_main]
+
+use std::sync::LazyLock;
+
+mod targets;
+
+static TARGET: LazyLock<fn(&[u8])> = LazyLock::new(|| match std::env::var("FUZZ_TARGET").as_deref() {
+    Ok("elf") => targets::elf,
+    Ok("ldcache") => targets::ldcache,
+    Ok("layer") => targets::layer,
+    Ok("archive") => targets::archive,
+    _ => panic!("FUZZ_TARGET must be elf, ldcache, layer or archive"),
+});
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| TARGET(bytes));
