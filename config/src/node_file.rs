@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -36,6 +37,9 @@ pub struct NodeFile {
     /// What becomes of compute time that its owners leave idle.
     #[serde(default)]
     pub compute: ComputePolicy,
+    /// Where the device plugin serves its figures.
+    #[serde(default)]
+    pub metrics: MetricsSettings,
     /// How the NRI plugin presents itself.
     #[serde(default)]
     pub nri: NriSettings,
@@ -96,6 +100,14 @@ pub struct ComputePolicy {
     /// Idle time is divided by share among those that want it, but for pods that set a core limit of their own.
     /// Otherwise a share is all that a container gets, unless its pod sets a core limit.
     pub work_conserving: bool,
+}
+
+/// Where the device plugin serves its figures.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MetricsSettings {
+    /// Address for `/metrics` and `/healthz` over HTTP; null for none.
+    pub listen: Option<SocketAddr>,
 }
 
 /// How the NRI plugin presents itself to containerd.
@@ -249,6 +261,7 @@ impl Default for NodeFile {
             paths: Paths::default(),
             gpus: GpuPolicy::default(),
             compute: ComputePolicy::default(),
+            metrics: MetricsSettings::default(),
             nri: NriSettings::default(),
             images: ImagePolicy::default(),
         }
@@ -330,6 +343,12 @@ impl Default for GpuPolicy {
     }
 }
 
+impl Default for MetricsSettings {
+    fn default() -> Self {
+        Self { listen: Some(SocketAddr::from(([0, 0, 0, 0], 10282))) }
+    }
+}
+
 impl Default for NriSettings {
     fn default() -> Self {
         Self { name: "vcuda".into(), index: "90".into() }
@@ -393,6 +412,7 @@ mod tests {
             ("version: 1\nresources: {core: x, memory: x}", "resources"),
             ("version: 1\nimages: {policy: maybe}", "policy"),
             ("version: 1\ncompute: {workConserving: maybe}", "compute"),
+            ("version: 1\nmetrics: {listen: here}", "metrics"),
             ("version: 1\nnri: {index: '9'}", "nri.index"),
             ("version: 1\nnri: {name: ''}", "nri.name"),
             ("version: 1\ngpus: {exclude: [0]}", "GPU UUID"),

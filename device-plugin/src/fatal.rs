@@ -5,7 +5,7 @@ use std::{io, path::PathBuf};
 use thiserror::Error;
 use vcuda_config::NodeFileError;
 
-use crate::status::StatusError;
+use crate::{set::SetError, status::StatusError};
 
 /// Why the device plugin ends by itself. One sentence each: the thing, the reason, the remedy.
 #[derive(Debug, Error)]
@@ -42,6 +42,9 @@ pub enum Fatal {
     /// There is nothing to show of the node.
     #[error(transparent)]
     Status(#[from] StatusError),
+    /// A share could not be changed.
+    #[error(transparent)]
+    Set(#[from] SetError),
     /// The system refuses something that no setting can mend.
     #[error("{what}: {source}")]
     System {
@@ -62,12 +65,16 @@ impl Fatal {
         4  no NVIDIA driver (only with --fail-without-driver)\n  \
         5  no GPU to offer (only with --fail-without-driver)\n  \
         6  another device plugin runs on this node\n  \
-        7  a folder cannot be written (CDI specs, state, or run)";
+        7  a folder cannot be written (CDI specs, state, or run)\n  \
+        8  no such share (only from set)\n  \
+        9  that cannot be set: not enough room, or no such amount (only from set)";
 
     /// The exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::System { .. } | Self::Status(_) => 1,
+            Self::Set(error) if error.is_unknown() => 8,
+            Self::Set(error) if error.is_refusal() => 9,
+            Self::System { .. } | Self::Status(_) | Self::Set(_) => 1,
             Self::Config(_) => 3,
             Self::NoDriver(_) => 4,
             Self::NoGpu(_) => 5,
@@ -79,6 +86,8 @@ impl Fatal {
 
 #[cfg(test)]
 mod tests {
+    use ledger::ChangeError;
+
     use super::*;
 
     #[test]
@@ -90,6 +99,8 @@ mod tests {
             Fatal::NoDriver(String::new()),
             Fatal::NoGpu(String::new()),
             Fatal::SecondInstance { lock: "/x".into(), pid: "1".into() },
+            Fatal::Set(SetError::NoShare { pod: "ns/x".into(), container: "x".into() }),
+            Fatal::Set(SetError::Change(ChangeError::Whole("7f_x".parse().unwrap()))),
             Fatal::Unwritable { key: "paths.cdi", path: "/x".into(), source: io() },
         ] {
             assert!(Fatal::HELP.contains(&format!("\n  {}  ", fatal.exit_code())), "{fatal}");

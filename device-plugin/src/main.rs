@@ -6,10 +6,19 @@ use std::{
     io::{ErrorKind, IsTerminal, Write},
     path::{Path, PathBuf},
     process::ExitCode,
+    thread,
+    time::Duration,
 };
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use device_plugin::{fatal::Fatal, plugin, status::Status};
+use device_plugin::{
+    fatal::Fatal,
+    plugin,
+    set::{self, PodName, memory_units},
+    status::Status,
+    top::Top,
+};
+use ledger::Change;
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
@@ -42,6 +51,60 @@ enum Command {
         #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
         output: Format,
     },
+    /// Show what each container does with its share, again and again
+    Top {
+        /// How to write it; JSON is one object a line
+        #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+        output: Format,
+        /// Seconds between two looks
+        #[arg(short, long, default_value_t = 1, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+        interval: u64,
+        /// Number of looks, after which it ends; without it, it goes on until stopped
+        #[arg(short = 'n', long, value_name = "N")]
+        count: Option<u64>,
+    },
+    /// Change what a running container may use
+    #[command(after_help = Fatal::HELP, long_about = SET_HELP)]
+    Set(Set),
+}
+
+/// What `set --help` says first.
+const SET_HELP: &str = "Change what a running container may use, at once.
+
+It is checked against what the GPU has left, never past 100 core or its memory, and holds until the pod ends, over
+restarts of the container and of every part of vcuda. Memory that the container holds above a new ceiling stays; it
+gets no more until it is below.
+
+Kubernetes does not know of it: kubelet and the scheduler go on counting what the pod asked for. A pod that they send
+here because of that, and that no longer fits, is refused with the reason.";
+
+#[derive(Args)]
+struct Set {
+    /// The pod
+    #[arg(long, value_name = "NAMESPACE/NAME")]
+    pod: PodName,
+    /// The container
+    #[arg(long, value_name = "NAME")]
+    container: String,
+    #[command(flatten)]
+    amounts: Amounts,
+    /// How to write what was set
+    #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+    output: Format,
+}
+
+#[derive(Args)]
+#[group(required = true, multiple = true)]
+struct Amounts {
+    /// Percent of the GPU's compute time, 1 to 99
+    #[arg(long, value_name = "PERCENT")]
+    core: Option<u32>,
+    /// Device memory, a multiple of 256MiB, such as 16GiB
+    #[arg(long, value_name = "SIZE", value_parser = memory_units)]
+    memory: Option<std::num::NonZeroU32>,
+    /// Percent that it may use while others leave it idle, from its core to 100
+    #[arg(long, value_name = "PERCENT")]
+    core_limit: Option<u32>,
 }
 
 #[derive(Args)]
@@ -77,7 +140,9 @@ fn main() -> ExitCode {
     match cli.command {
         None => serve(&cli.config, &cli.run),
         Some(Command::Run(run)) => serve(&cli.config, &cli.run.or(run)),
-        Some(Command::Status { output }) => status(&cli.config, output),
+        Some(Command::Status { output }) => ended(status(&cli.config, output)),
+        Some(Command::Top { output, interval, count }) => ended(top(&cli.config, output, interval, count)),
+        Some(Command::Set(set)) => ended(change(&cli.config, &set)),
     }
 }
 
@@ -103,21 +168,58 @@ fn serve(config: &Path, run: &Run) -> ExitCode {
     }
 }
 
-fn status(config: &Path, output: Format) -> ExitCode {
-    let shown = NodeFile::load_or_default(config).map_err(Fatal::from).and_then(|file| {
-        let status = Status::read(&file)?;
+fn status(config: &Path, output: Format) -> Result<(), Fatal> {
+    let status = Status::read(&NodeFile::load_or_default(config)?)?;
+    print(&match output {
+        Format::Text => status.to_string(),
+        Format::Json => format!("{:#}\n", serde_json::json!(status)),
+    })
+    .map(drop)
+}
+
+fn top(config: &Path, output: Format, interval: u64, count: Option<u64>) -> Result<(), Fatal> {
+    /// Moves a terminal's cursor home and clears what is below (ECMA-48).
+    const CLEAR: &str = "\x1b[H\x1b[J";
+    let mut top = Top::new(NodeFile::load_or_default(config)?);
+    let clear = if std::io::stdout().is_terminal() { CLEAR } else { "" };
+    for look in 1_u64.. {
+        let seen = top.look()?;
         let text = match output {
-            Format::Text => status.to_string(),
-            Format::Json => format!("{:#}\n", serde_json::json!(status)),
+            Format::Text => format!("{clear}{seen}"),
+            Format::Json => format!("{}\n", serde_json::json!(seen)),
         };
-        match std::io::stdout().write_all(text.as_bytes()) {
-            // Whoever reads it has seen enough.
-            Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-            Err(source) => Err(Fatal::System { what: "stdout", source }),
-            Ok(()) => Ok(()),
+        if !print(&text)? || count.is_some_and(|count| look >= count) {
+            break;
         }
-    });
-    match shown {
+        thread::sleep(Duration::from_secs(interval));
+    }
+    Ok(())
+}
+
+fn change(config: &Path, set: &Set) -> Result<(), Fatal> {
+    let Amounts { core, memory, core_limit } = set.amounts;
+    let change = Change { core, memory_units: memory, core_limit };
+    let report = set::set(&NodeFile::load_or_default(config)?, &set.pod, &set.container, change)?;
+    print(&match set.output {
+        Format::Text => report.to_string(),
+        Format::Json => format!("{:#}\n", serde_json::json!(report)),
+    })
+    .map(drop)
+}
+
+/// Writes to stdout; false when nobody reads it any more.
+fn print(text: &str) -> Result<bool, Fatal> {
+    let mut stdout = std::io::stdout();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        // Whoever reads it has seen enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(source) => Err(Fatal::System { what: "stdout", source }),
+        Ok(()) => Ok(true),
+    }
+}
+
+fn ended(outcome: Result<(), Fatal>) -> ExitCode {
+    match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
             eprintln!("{fatal}");

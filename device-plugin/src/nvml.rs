@@ -6,7 +6,10 @@ use std::{
     collections::BTreeSet,
     io,
     path::{Path, PathBuf},
-    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    sync::{
+        Arc,
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -19,7 +22,10 @@ use tokio::sync::watch;
 use tracing::{debug, warn};
 use vcuda_config::GpuUuid;
 
-use crate::health::{Noted, QUIET, XidBook};
+use crate::{
+    health::{Noted, QUIET, XidBook},
+    meter::{Meter, Readings, TICK},
+};
 
 /// How often all GPUs are asked whether they are well.
 const SURVEY_EVERY: Duration = Duration::from_secs(5);
@@ -32,7 +38,7 @@ const DRIVER_EVERY: (Duration, Duration) = (Duration::from_secs(1), Duration::fr
 const RELOAD_EVERY: Duration = Duration::from_secs(30);
 
 /// Longest wait for an event, and so for this thread to notice that it should end. Also the pause where waiting fails.
-const EVENT_WAIT_MS: u32 = 500;
+const EVENT_WAIT: Duration = Duration::from_millis(500);
 
 /// NVML's number for an XID that it does not know (nvml.h, nvmlEventData_t).
 const XID_UNKNOWN: u64 = 999;
@@ -91,16 +97,18 @@ pub struct Surveyor {
 }
 
 impl Surveyor {
-    /// Starts to look for the driver below `driver_root`. XIDs in `ignored_xids` are no trouble.
+    /// Starts to look for the driver below `driver_root`. XIDs in `ignored_xids` are no trouble. What `meter` wants
+    /// measured is measured every tick.
     ///
     /// # Errors
     ///
     /// No thread could be started.
-    pub fn start(driver_root: PathBuf, ignored_xids: &[u64]) -> io::Result<Self> {
+    pub fn start(driver_root: PathBuf, ignored_xids: &[u64], meter: Arc<Meter>) -> io::Result<Self> {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
         let xids = XidBook::new(ignored_xids.iter().copied(), QUIET);
-        let mut survey = Surveying { publish, stopped, xids, pause: DRIVER_EVERY.0, seen: BTreeSet::new() };
+        let (pause, seen) = (DRIVER_EVERY.0, BTreeSet::new());
+        let mut survey = Surveying { publish, stopped, xids, pause, seen, meter };
         thread::Builder::new()
             .name("nvml".into())
             .spawn(move || while survey.look_for_driver(&driver_root) {})?;
@@ -129,6 +137,7 @@ struct Surveying {
     pause: Duration,
     /// All GPUs that were ever there.
     seen: BTreeSet<GpuUuid>,
+    meter: Arc<Meter>,
 }
 
 impl Surveying {
@@ -150,6 +159,7 @@ impl Surveying {
 
     fn use_driver(&mut self, nvml: &Nvml, files: &cdi_generator::Driver) -> Over {
         let mut events = Events::default();
+        let mut readings = Readings::default();
         let begun = Instant::now();
         loop {
             let found = match self.survey(nvml, files) {
@@ -169,7 +179,13 @@ impl Surveying {
                 if self.sleep(Duration::ZERO) {
                     return Over::Stopped;
                 }
-                match events.wait() {
+                let wait = if self.meter.is_wanted() {
+                    self.meter.read(nvml, &mut readings);
+                    TICK
+                } else {
+                    EVENT_WAIT
+                };
+                match events.wait(wait) {
                     Wait::Nothing => {}
                     Wait::Xid(gpu, xid) => {
                         if self.note(gpu, xid) {
@@ -177,7 +193,7 @@ impl Surveying {
                         }
                     }
                     Wait::Unable => {
-                        if self.sleep(Duration::from_millis(EVENT_WAIT_MS.into())) {
+                        if self.sleep(wait) {
                             return Over::Stopped;
                         }
                     }
@@ -382,9 +398,9 @@ impl<'nvml> Events<'nvml> {
         self.told |= !without.is_empty();
     }
 
-    fn wait(&mut self) -> Wait {
+    fn wait(&mut self, longest: Duration) -> Wait {
         let Some(set) = &self.set else { return Wait::Unable };
-        match set.wait(EVENT_WAIT_MS) {
+        match set.wait(longest.as_millis().try_into().unwrap_or(u32::MAX)) {
             Ok(event) => {
                 let xid = match event.event_data {
                     Some(XidError::Value(xid)) => xid,

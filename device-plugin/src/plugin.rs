@@ -14,16 +14,21 @@ use vcuda_config::NodeFile;
 use crate::{
     cdi,
     fatal::Fatal,
-    folder,
+    folder, governor,
     keeper::{Keeper, check_writable},
     kubelet::{Context, EnsureCdi, Session},
     lock::Lock,
+    meter::Meter,
+    metrics,
     nvml::Surveyor,
     offer::{Offer, Resource},
 };
 
 /// How often everything is looked at, whether or not something called for it: device nodes come without a word.
 const STEP_EVERY: Duration = Duration::from_secs(5);
+
+/// Longest that a reader of the metrics delays the end.
+const LAST_READER: Duration = Duration::from_secs(1);
 
 /// Runs the plugin until `stop` becomes true.
 ///
@@ -43,8 +48,16 @@ pub async fn run(
     check_writable("paths.cdi", &paths.cdi, 0o755)?;
     let system = |what| move |source| Fatal::System { what, source };
     let boot_id = ledger::boot_id().map_err(system("the boot ID cannot be read"))?;
-    let surveyor = Surveyor::start(paths.driver_root.clone(), &file.gpus.ignored_xids)
+    let meter = Arc::new(Meter::default());
+    let surveyor = Surveyor::start(paths.driver_root.clone(), &file.gpus.ignored_xids, Arc::clone(&meter))
         .map_err(system("no thread for NVML could be started"))?;
+    let mut governor = governor::start(paths.shares(), file.compute.work_conserving, meter)
+        .map_err(system("no thread for the governor could be started"))?;
+
+    let serving = file
+        .metrics
+        .listen
+        .map(|listen| tokio::spawn(metrics::serve(listen, file.clone(), governor.figures(), stop.clone())));
 
     let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
     let (publish, offer) = watch::channel(Arc::new(Offer::default()));
@@ -76,6 +89,7 @@ pub async fn run(
             _ = stop.wait_for(|stop| *stop) => break,
             survey = surveys.changed() => survey.map_err(|_| nvml_ended())?,
             Some(ended) = sessions.join_next(), if !sessions.is_empty() => ended.unwrap_or_else(go_down),
+            () = governor.ended() => return Err(governor_ended()),
             Ok(()) = shares.changed() => {}
             Ok(()) = kubelet.changed() => {}
             () = time::sleep(STEP_EVERY) => {}
@@ -83,6 +97,10 @@ pub async fn run(
     }
     info!("stopping");
     while sessions.join_next().await.is_some() {}
+    if let Some(serving) = serving {
+        // A reader that does not go away is no reason to stay.
+        let _ = time::timeout(LAST_READER, serving).await;
+    }
     Ok(())
 }
 
@@ -90,6 +108,14 @@ pub async fn run(
 fn nvml_ended() -> Fatal {
     Fatal::System {
         what: "the NVML thread",
+        source: io::Error::other("ended by itself; restart vcuda-device-plugin"),
+    }
+}
+
+/// It never ends by itself, either.
+fn governor_ended() -> Fatal {
+    Fatal::System {
+        what: "the governor's thread",
         source: io::Error::other("ended by itself; restart vcuda-device-plugin"),
     }
 }

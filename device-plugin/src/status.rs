@@ -7,15 +7,18 @@ use std::{
 };
 
 use ledger::{
-    Gpu, GpuShare, Inventory, InventoryError, ShareFolder, ShareKind, ShareName, ShareRecord, ShareState,
-    Shares,
+    Gpu, GpuShare, Inventory, InventoryError, Priority, ShareFolder, ShareKind, ShareName, ShareRecord,
+    ShareState, Shares,
 };
 use region::{Limits, UsageReader};
 use serde::Serialize;
 use thiserror::Error;
 use vcuda_config::{CORE_PER_GPU, GpuUuid, NodeFile};
 
-use crate::lock;
+use crate::{governor::monotonic_ns, lock};
+
+/// A device plugin that has given no sign of life for so long, in nanoseconds, measures nothing.
+const HEARTBEAT_NS: u64 = 1_000_000_000;
 
 /// Why there is nothing to show.
 #[derive(Debug, Error)]
@@ -104,6 +107,12 @@ pub struct ShareStatus {
     pub state: ShareState,
     /// Percent of the GPU's compute time.
     pub core: u32,
+    /// Percent that it may use while others leave it idle.
+    pub core_limit: u32,
+    /// Who comes first at idle time.
+    pub priority: Priority,
+    /// Percent that it has used in the last second, as the device plugin measures it; none while that does not run.
+    pub used_percent: Option<u32>,
     /// Memory ceiling on this GPU in bytes, as the container sees it at this moment.
     pub memory_bytes: u64,
     /// What its processes hold, by their own account; none for whole GPUs, which are not accounted.
@@ -113,13 +122,28 @@ pub struct ShareStatus {
 }
 
 /// What a container has used of one GPU, by its own account.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Usage {
     /// Bytes held.
     pub memory_bytes: u64,
     /// Allocations that the ceiling has refused.
     pub refusals: u64,
+    /// GPU time, in nanoseconds.
+    pub gpu_ns: u64,
+    /// Kernel launches, on all GPUs of the share.
+    pub launches: u64,
+    /// Time that launches were held back, in nanoseconds, summed over threads, on all GPUs of the share.
+    pub throttled_ns: u64,
+}
+
+/// Of one GPU: what its container is held to, and what it has used.
+#[derive(Default)]
+struct OnGpu {
+    ceiling: Option<u64>,
+    core_limit: Option<u32>,
+    used_percent: Option<u32>,
+    usage: Option<Usage>,
 }
 
 impl Status {
@@ -174,13 +198,10 @@ fn statuses(folder: &Path, shares: &Shares) -> Vec<ShareStatus> {
     let of_share = |(name, record): (&ShareName, &ShareRecord)| {
         let figures = record.shim.then(|| Figures::read(&ShareFolder::new(folder, name)));
         let of_gpu = |gpu: &GpuShare| {
-            let (ceiling, usage, usage_error) = match &figures {
-                Some(Ok(figures)) => {
-                    let (ceiling, usage) = figures.of(&gpu.uuid);
-                    (ceiling, usage, None)
-                }
-                Some(Err(error)) => (None, None, Some(error.clone())),
-                None => (None, None, None),
+            let (here, usage_error) = match &figures {
+                Some(Ok(figures)) => (figures.of(&gpu.uuid), None),
+                Some(Err(error)) => (OnGpu::default(), Some(error.clone())),
+                None => (OnGpu::default(), None),
             };
             ShareStatus {
                 gpu: gpu.uuid.clone(),
@@ -191,8 +212,11 @@ fn statuses(folder: &Path, shares: &Shares) -> Vec<ShareStatus> {
                 kind: record.kind,
                 state: record.state,
                 core: gpu.core,
-                memory_bytes: ceiling.unwrap_or(gpu.memory_bytes),
-                usage,
+                core_limit: here.core_limit.or(record.core_limit()).unwrap_or(gpu.core),
+                priority: record.terms.priority,
+                used_percent: here.used_percent,
+                memory_bytes: here.ceiling.unwrap_or(gpu.memory_bytes),
+                usage: here.usage,
                 usage_error,
             }
         };
@@ -214,12 +238,23 @@ impl Figures {
         Ok(Self { limits, usage: usage.map_err(|error| format!("usage: {error}"))? })
     }
 
-    /// Memory ceiling and usage on one GPU.
-    fn of(&self, gpu: &GpuUuid) -> (Option<u64>, Option<Usage>) {
-        let Some(at) = self.limits.find(&gpu.bytes()) else { return (None, None) };
-        let usage = self.usage.gpus.get(at);
-        let usage = usage.map(|gpu| Usage { memory_bytes: gpu.used_bytes, refusals: gpu.refusals });
-        (Some(self.limits.memory_bytes(at)), usage)
+    /// What there is to say of one GPU.
+    fn of(&self, gpu: &GpuUuid) -> OnGpu {
+        let Some(at) = self.limits.find(&gpu.bytes()) else { return OnGpu::default() };
+        let governed = monotonic_ns().saturating_sub(self.limits.heartbeat_ns()) < HEARTBEAT_NS;
+        let usage = |gpu: &region::GpuUsage| Usage {
+            memory_bytes: gpu.used_bytes,
+            refusals: gpu.refusals,
+            gpu_ns: gpu.charged_ns,
+            launches: self.usage.launches,
+            throttled_ns: self.usage.throttled_ns,
+        };
+        OnGpu {
+            ceiling: Some(self.limits.memory_bytes(at)),
+            core_limit: self.limits.get(at).map(|limit| limit.core_limit_percent),
+            used_percent: self.limits.busy_percent(at).filter(|_| governed),
+            usage: self.usage.gpus.get(at).map(usage),
+        }
     }
 }
 
@@ -261,7 +296,8 @@ fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Resu
     if shares.is_empty() {
         return Ok(());
     }
-    let head = ["POD", "CONTAINER", "STATE", "CORE", "MEMORY", "IN USE", "REFUSED"].map(String::from);
+    let head = ["POD", "CONTAINER", "STATE", "CORE", "USED", "HELD BACK", "MEMORY", "IN USE", "REFUSED"]
+        .map(String::from);
     let row = |share: &ShareStatus| {
         let figure = |show: fn(Usage) -> String| match (&share.usage, &share.usage_error) {
             (Some(usage), _) => show(*usage),
@@ -276,19 +312,18 @@ fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Resu
             format!("{}/{}", share.namespace, share.pod),
             share.container.clone(),
             state.into(),
-            share.core.to_string(),
+            core(share),
+            share.used_percent.map_or_else(|| "-".into(), |used| format!("{used} %")),
+            figure(|usage| {
+                format!("{}.{} s", usage.throttled_ns / 1_000_000_000, usage.throttled_ns / 100_000_000 % 10)
+            }),
             gib(share.memory_bytes),
             figure(|usage| gib(usage.memory_bytes)),
             figure(|usage| usage.refusals.to_string()),
         ]
     };
     let rows: Vec<_> = std::iter::once(head).chain(shares.iter().map(row)).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<_> = (0..rows[0].len()).map(width).collect();
-    for row in &rows {
-        let cells: Vec<_> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
-        writeln!(f, "    {}", cells.join("  ").trim_end())?;
-    }
+    write_table(f, "    ", &rows)?;
     for share in shares {
         if let Some(error) = &share.usage_error {
             writeln!(f, "    {}/{} {}: {error}", share.namespace, share.pod, share.container)?;
@@ -297,8 +332,35 @@ fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Resu
     Ok(())
 }
 
+/// Rows with their columns in line.
+pub(crate) fn write_table<const N: usize>(
+    f: &mut fmt::Formatter<'_>,
+    indent: &str,
+    rows: &[[String; N]],
+) -> fmt::Result {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    for row in rows {
+        let cells: Vec<_> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        writeln!(f, "{indent}{}", cells.join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+/// Core, and how far it may go beyond; `low` where others come first there.
+pub(crate) fn core(share: &ShareStatus) -> String {
+    let mut text = share.core.to_string();
+    if share.core_limit > share.core {
+        text += &format!(" to {}", share.core_limit);
+    }
+    if share.priority == Priority::Low {
+        text += " low";
+    }
+    text
+}
+
 /// Bytes as GiB with one digit.
-fn gib(bytes: u64) -> String {
+pub(crate) fn gib(bytes: u64) -> String {
     /// Bytes of a tenth of a GiB, rounded down.
     const TENTH: u64 = (1 << 30) / 10;
     let tenths = bytes / TENTH;
@@ -393,7 +455,7 @@ mod tests {
             status.gpus[0].memory_bytes,
             Amount { total: 80 << 30, granted: 8 << 30, free: Some(72 << 30) }
         );
-        assert_eq!(status.gpus[0].shares[0].usage, Some(Usage { memory_bytes: 0, refusals: 1 }));
+        assert_eq!(status.gpus[0].shares[0].usage, Some(Usage { refusals: 1, ..Usage::default() }));
         assert_eq!(status.gpus[1].core.free, Some(0));
         assert_eq!(status.gpus[1].shares[0].usage, None);
         let text = status.to_string();

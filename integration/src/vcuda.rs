@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use vcuda_config::{NodeFile, Paths};
+use vcuda_config::{MetricsSettings, NodeFile, Paths};
 
 use crate::{
     cache, containerd,
@@ -41,6 +41,8 @@ impl Vcuda {
                 nri_socket: containerd::nri_socket(folder),
                 run: folder.join("run"),
             },
+            // One port for all nodes of a machine would be one too few.
+            metrics: MetricsSettings { listen: None },
             ..NodeFile::default()
         };
         fs::create_dir_all(&file.paths.kubelet)?;

@@ -15,8 +15,19 @@ use vcuda_config::annotation;
 
 /// What the API server says to a pod with these containers; none when it takes it.
 async fn refusal(client: &Client, name: &str, init: Value, containers: Value) -> Result<Option<String>> {
+    refusal_with(client, name, json!({}), init, containers).await
+}
+
+/// The same of a pod with these annotations.
+async fn refusal_with(
+    client: &Client,
+    name: &str,
+    annotations: Value,
+    init: Value,
+    containers: Value,
+) -> Result<Option<String>> {
     let pod = json!({
-        "metadata": { "name": name, "namespace": "default" },
+        "metadata": { "name": name, "namespace": "default", "annotations": annotations },
         "spec": { "schedulerName": "nobody", "initContainers": init, "containers": containers },
     });
     match create_pod(client, pod).await {
@@ -115,7 +126,35 @@ async fn what_can_never_run_is_refused_with_field_and_remedy() -> Result<()> {
     let many: Vec<_> = (0..60).map(|n| container(&format!("c{n}"), 20, 4)).collect();
     assert_eq!(refusal(&client, "many", json!([]), json!(many)).await?, None);
 
+    what_a_pod_says_about_idle_time_is_checked(&client).await?;
     the_placement_of_a_bound_pod_stays(&client).await
+}
+
+async fn what_a_pod_says_about_idle_time_is_checked(client: &Client) -> Result<()> {
+    let said = async |annotations: Value, core: u32| {
+        let containers = json!([container("side", 5, 1), container("main", core, 4)]);
+        refusal_with(client, "idle-time", annotations, json!([]), containers).await
+    };
+    for (annotations, core) in [
+        (json!({ annotation::CORE_LIMIT: "50", annotation::PRIORITY: "low" }), 20),
+        (json!({ annotation::CORE_LIMIT: "20", annotation::PRIORITY: "normal" }), 20),
+        (json!({ annotation::CORE_LIMIT: "100" }), 200),
+    ] {
+        assert_eq!(said(annotations.clone(), core).await?, None, "{annotations}");
+    }
+    for (key, value, core, remedy) in [
+        (annotation::CORE_LIMIT, "19", 20, "above the 19"),
+        (annotation::CORE_LIMIT, "50", 200, "above the 50"),
+        (annotation::CORE_LIMIT, "101", 20, "no percentage of one GPU"),
+        (annotation::CORE_LIMIT, "half", 20, "no percentage of one GPU"),
+        (annotation::CORE_LIMIT, "", 20, "no percentage of one GPU"),
+        (annotation::PRIORITY, "high", 20, "set it to low or normal"),
+    ] {
+        let said = said(json!({ key: value }), core).await?;
+        let said = said.with_context(|| format!("{key}: {value} was taken"))?;
+        assert!(said.contains(key) && said.contains(remedy), "{key}: {value}: {said}");
+    }
+    Ok(())
 }
 
 /// Part of the one test: policies are the cluster's, and there is one cluster.

@@ -48,7 +48,10 @@ impl Node {
         let root = self.folder.path().display();
         let text = format!(
             "version: 1\npaths: {{driverRoot: {root}/driver, state: {root}/state, cdi: {root}/cdi, \
-             install: {root}/install, kubelet: {root}/kubelet/device-plugins, run: {root}/run}}\n{}",
+             install: {root}/install, kubelet: {root}/kubelet/device-plugins, run: {root}/run}}\n\
+             {}\n{}",
+            // One port for all tests of a machine would be one too few.
+            if self.more.contains("metrics:") { "" } else { "metrics: {listen: null}" },
             self.more
         );
         fs::write(&path, text).unwrap();

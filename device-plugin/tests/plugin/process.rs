@@ -1,6 +1,12 @@
 //! The real program where there is no driver: what it says, and with which code it ends.
 
-use std::fs;
+use std::{
+    fs,
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+};
+
+use ledger::{Driver, Inventory};
 
 use crate::daemon::{Node, verdict};
 
@@ -94,4 +100,55 @@ fn status_without_an_inventory_says_who_writes_it() {
     let (code, said) = verdict(&output);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("inventory.json") && output.stdout.is_empty(), "{said}");
+}
+
+#[test]
+fn set_says_by_its_exit_code_what_is_wrong() {
+    let node = Node::new();
+    let set = |more: &[&str]| {
+        let arguments = [&["set", "--pod", "ns/train", "--container", "main"], more].concat();
+        verdict(&node.run(&arguments))
+    };
+    assert_eq!(set(&[]).0, Some(2), "nothing to set");
+    assert_eq!(set(&["--memory", "100MiB"]).0, Some(2), "no multiple");
+    let (code, said) = set(&["--core", "40"]);
+    assert!(code == Some(1) && said.contains("inventory.json"), "{said}");
+    let driver = Driver { version: "550".into(), library_dir: "/usr/lib64".into() };
+    fs::create_dir_all(node.path("state")).unwrap();
+    Inventory::new("boot".into(), driver, vec![], vec![]).store(&node.path("state/inventory.json")).unwrap();
+    let (code, said) = set(&["--core", "40"]);
+    assert!(code == Some(8) && said.contains("ns/train") && said.contains("status"), "{said}");
+    let help = String::from_utf8(node.run(&["set", "--help"]).stdout).unwrap();
+    assert!(help.contains("kubelet and the scheduler go on counting") && help.contains("\n  9  "), "{help}");
+}
+
+#[test]
+fn metrics_are_served_and_an_address_that_is_taken_costs_nothing_else() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    let node = Node::with(&format!("metrics: {{listen: '{address}'}}\n"));
+    let mut daemon = node.start();
+    daemon.says("no metrics; free the address");
+    daemon.says("waiting for it");
+    drop(taken);
+    daemon.says("serving metrics");
+    let get = |path: &str| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    assert!(get("/healthz").starts_with("HTTP/1.1 200"));
+    // Nothing is known of the node's GPUs yet.
+    let answer = get("/metrics");
+    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("inventory.json"), "{answer}");
+    let driver = Driver { version: "550".into(), library_dir: "/usr/lib64".into() };
+    Inventory::new("boot".into(), driver, vec![], vec![]).store(&node.path("state/inventory.json")).unwrap();
+    let answer = get("/metrics");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("\nvcuda_shares_unreadable 0\n"),
+        "{answer}"
+    );
+    assert!(daemon.stop().success());
 }

@@ -1,0 +1,179 @@
+//! What the driver itself measures: which process has used how much of a GPU's time. The NVML thread fills it, once a
+//! tick and only for GPUs that somebody wants; the governor empties it. Neither ever waits for the other.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use nvml_wrapper::{Nvml, error::NvmlError};
+use tracing::debug;
+use vcuda_config::GpuUuid;
+
+/// How often it is read. NVML's own figures are older: a sample covers a sixth of a second to a second.
+pub const TICK: Duration = Duration::from_millis(100);
+
+/// The longest time that one of NVML's samples stands for, in microseconds. Before the first sample of a process
+/// nothing is known of how long it has been running.
+const LONGEST_SAMPLE_US: u64 = 1_000_000;
+
+/// Uses that wait for the governor; it takes them ten times a second, and what is older is worth nothing.
+const MAX_WAITING: usize = 1 << 16;
+
+/// GPU time that a process has used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Use {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The process, as this PID namespace numbers it.
+    pub pid: u32,
+    /// Nanoseconds.
+    pub used_ns: u64,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Meter(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    wanted: BTreeSet<GpuUuid>,
+    uses: Vec<Use>,
+}
+
+/// What the NVML thread remembers from one reading to the next.
+#[derive(Debug, Default)]
+pub(crate) struct Readings {
+    last: Option<Instant>,
+    of_gpu: BTreeMap<GpuUuid, Reading>,
+}
+
+#[derive(Debug, Default)]
+struct Reading {
+    /// NVML's time of the newest sample, in microseconds.
+    newest: u64,
+    /// The same for each process that had one a short while ago.
+    of_process: BTreeMap<u32, u64>,
+}
+
+impl Meter {
+    /// Says which GPUs are to be measured from now on.
+    pub fn want(&self, gpus: BTreeSet<GpuUuid>) {
+        let mut state = self.state();
+        state.uses.retain(|used| gpus.contains(&used.gpu));
+        state.wanted = gpus;
+    }
+
+    /// What has been measured since this was last called.
+    pub fn take(&self) -> Vec<Use> {
+        std::mem::take(&mut self.state().uses)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn add(&self, used: Use) {
+        self.state().uses.push(used);
+    }
+
+    /// Whether anything is to be measured.
+    pub(crate) fn is_wanted(&self) -> bool {
+        !self.state().wanted.is_empty()
+    }
+
+    /// Reads NVML if a tick has passed.
+    pub(crate) fn read(&self, nvml: &Nvml, readings: &mut Readings) {
+        if readings.last.is_some_and(|last| last.elapsed() < TICK * 9 / 10) {
+            return;
+        }
+        readings.last = Some(Instant::now());
+        // Never held while the driver is asked.
+        let wanted = self.state().wanted.clone();
+        readings.of_gpu.retain(|gpu, _| wanted.contains(gpu));
+        for gpu in wanted {
+            let reading = readings.of_gpu.entry(gpu.clone()).or_default();
+            let samples = nvml
+                .device_by_uuid(gpu.as_str())
+                .and_then(|device| device.process_utilization_stats(reading.newest));
+            let samples = match samples {
+                Ok(samples) => samples,
+                // Nothing has run since.
+                Err(NvmlError::NotFound) => continue,
+                Err(error) => {
+                    debug!(%gpu, %error, "the driver does not tell who uses it");
+                    continue;
+                }
+            };
+            let samples = samples.iter().map(|sample| (sample.pid, sample.timestamp, sample.sm_util));
+            let uses = reading.take_in(samples);
+            let mut state = self.state();
+            let room = MAX_WAITING.saturating_sub(state.uses.len());
+            let uses = uses.into_iter().take(room);
+            state.uses.extend(uses.map(|(pid, used_ns)| Use { gpu: gpu.clone(), pid, used_ns }));
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reading {
+    /// From samples (process, time in microseconds, percent of the time since its last one) to nanoseconds used.
+    fn take_in(&mut self, samples: impl Iterator<Item = (u32, u64, u32)>) -> Vec<(u32, u64)> {
+        let before = self.newest;
+        let mut uses = Vec::new();
+        for (pid, at, percent) in samples {
+            let last = self.of_process.insert(pid, at).unwrap_or(before);
+            let span_us = at.saturating_sub(last.max(at.saturating_sub(LONGEST_SAMPLE_US)));
+            uses.push((pid, span_us * 10 * u64::from(percent.min(100))));
+            self.newest = self.newest.max(at);
+        }
+        let newest = self.newest;
+        self.of_process.retain(|_, at| newest.saturating_sub(*at) <= LONGEST_SAMPLE_US);
+        uses
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_add_up_to_the_time_used() {
+        let mut reading = Reading::default();
+        // Nothing is known of what was before the first one.
+        reading.take_in([(7, 5_000_000, 50)].into_iter());
+        let mut used = 0;
+        for tick in 1..=10 {
+            let samples = [(7, 5_000_000 + tick * 100_000, 30), (8, 5_000_000 + tick * 100_000, 0)];
+            used += reading.take_in(samples.into_iter()).iter().map(|(_, ns)| ns).sum::<u64>();
+        }
+        assert_eq!(used, 300_000_000, "30 % of a second");
+    }
+
+    #[test]
+    fn one_that_comes_back_after_a_pause_has_not_used_the_pause() {
+        let mut reading = Reading::default();
+        reading.take_in([(7, 5_000_000, 50)].into_iter());
+        assert_eq!(reading.take_in([(7, 65_000_000, 100)].into_iter()), [(7, 1_000_000_000)]);
+    }
+
+    #[test]
+    fn nonsense_from_the_driver_is_bounded() {
+        let mut reading = Reading::default();
+        let uses = reading.take_in([(7, u64::MAX, u32::MAX), (7, 0, 100), (8, 1, 1)].into_iter());
+        assert!(uses.iter().all(|(_, ns)| *ns <= 1_000_000_000), "{uses:?}");
+    }
+
+    #[test]
+    fn what_nobody_wants_any_more_is_not_kept() {
+        let meter = Meter::default();
+        let gpu = |n| GpuUuid::from_bytes([n; 16]);
+        meter.want([gpu(1), gpu(2)].into());
+        meter.state().uses =
+            vec![Use { gpu: gpu(1), pid: 1, used_ns: 1 }, Use { gpu: gpu(2), pid: 1, used_ns: 1 }];
+        meter.want([gpu(2)].into());
+        assert_eq!(meter.take().len(), 1);
+        assert!(meter.take().is_empty() && meter.is_wanted());
+    }
+}
