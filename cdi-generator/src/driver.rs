@@ -8,16 +8,16 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     fs,
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
 };
 
 use goblin::elf::header::{EM_AARCH64, EM_X86_64};
 use oci_hooks::{
-    compat::{
-        cache,
-        elf::{Depth, Elf},
-    },
+    compat::elf::{Depth, Elf},
+    ldcache::cache::{self, Cache},
     rootfs::{Rootfs, RootfsError},
 };
 use rustix::fs::FileType;
@@ -245,9 +245,8 @@ impl Search<'_> {
         let mut places = Vec::new();
         if let Some(bytes) = self.rootfs.read(Path::new("/etc/ld.so.cache"), cache::MAX_BYTES)? {
             // One that cannot be read is the loader's trouble; the folders are looked through all the same.
-            let entries = cache::parse(&bytes).unwrap_or_default();
-            let ours = entries.iter().filter(|entry| entry.name == "libcuda.so.1" && entry.fits(MACHINE));
-            places.extend(ours.map(|entry| PathBuf::from(&entry.path)));
+            let cache = Cache::parse(&bytes).unwrap_or_default();
+            places.extend(cache.find(b"libcuda.so.1").map(|path| PathBuf::from(OsStr::from_bytes(path))));
         }
         for folder in library_folders() {
             places.push(folder.join("libcuda.so.1"));
