@@ -424,7 +424,7 @@ mod tests {
             set: ledger::Change::default(),
         };
         let folder = ShareFolder::new(&file.paths.shares(), &record.name().unwrap());
-        fs::create_dir_all(folder.path()).unwrap();
+        fs::create_dir_all(folder.usage().parent().unwrap()).unwrap();
         fs::write(folder.record(), serde_json::to_vec(&record).unwrap()).unwrap();
         if !whole {
             let limit = GpuLimit {

@@ -44,6 +44,35 @@ async fn a_pod_gets_its_share_and_no_more() {
     node.assert_empty().await;
 }
 
+/// I7: on the node's disk it could write until the disk is full.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn what_a_container_can_write_of_ours_is_bounded_and_goes_with_it() {
+    let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
+    let pod = Pod::new("writer", Container::new("main", node.image()).share(20, 32));
+    let mut running = node.kubelet.run(&pod).await.unwrap();
+    let script = format!(
+        "i=0; while [ $i -lt 3000 ]; do printf '%01000d' 0 || exit 9; i=$((i+1)); done >> {}",
+        "/usr/local/vcuda/share/usage"
+    );
+    let exec = node.cri().exec(running.id("main"), &["/usr/bin/dash", "-c", &script]).await.unwrap();
+    assert_eq!(exec.code, 9, "{exec:?}");
+    let shares = node.vcuda.file().paths.shares();
+    let [share] = &node.vcuda.shares()[..] else { panic!("{:?}", node.vcuda.shares()) };
+    let mounted = || {
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        mounts.lines().filter(|line| line.contains(shares.to_str().unwrap())).count()
+    };
+    let usage = std::fs::metadata(shares.join(share).join("writable/usage")).unwrap();
+    assert!(usage.len() <= 1 << 20, "{}", usage.len());
+    assert_eq!(mounted(), 1);
+    node.kubelet.restart_container(&mut running, "main").await.unwrap();
+    assert_eq!(mounted(), 1, "that of the earlier container is gone");
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+    assert_eq!(mounted(), 0);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
 async fn two_pods_share_one_gpu_side_by_side() {

@@ -321,6 +321,7 @@ pub(crate) fn fill(record: &ShareRecord, folder: &ShareFolder) -> io::Result<()>
     }
     // Whether the node divides idle time is the device plugin's to add.
     Limits::create(&folder.limits(), &record.limits(false))?;
+    folder.make_room()?;
     Usage::create(&folder.usage())?;
     let preload: PathBuf = folder.preload();
     fs::write(&preload, format!("{}\n", place::SHIM))?;

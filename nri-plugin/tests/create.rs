@@ -82,7 +82,7 @@ async fn a_share_brings_device_nodes_shim_limits_and_the_guards_annotation() {
         ("/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.550.163.01".into(), shim, "ro"),
         (place::LD_SO_PRELOAD.into(), folder.join("ld.so.preload"), "ro"),
         (place::LIMITS.into(), folder.join("limits"), "ro"),
-        (place::USAGE.into(), folder.join("usage"), "rw"),
+        (place::USAGE.into(), folder.join("writable/usage"), "rw"),
     ];
     assert_eq!(adjustment.mounts.len(), expected.len());
     for ((to, from, mode), mount) in expected.iter().zip(&adjustment.mounts) {
@@ -97,7 +97,7 @@ async fn a_share_brings_device_nodes_shim_limits_and_the_guards_annotation() {
     let limit = limits.get(limits.find(&gpu(1).bytes()).unwrap()).unwrap();
     assert_eq!((limits.gpu_count(), limit.memory_bytes, limit.core_percent), (1, 8 << 30, 20));
     assert_eq!((limit.own_slots, limit.core_limit_percent), (Slots::first(20), 20));
-    Usage::open(&folder.join("usage")).unwrap();
+    Usage::open(&folder.join("writable/usage")).unwrap();
 }
 
 #[tokio::test]

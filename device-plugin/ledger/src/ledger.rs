@@ -21,7 +21,8 @@ use vcuda_config::{GpuUuid, Request};
 
 use crate::{
     Change, ContainerRef, Inventory, NoRoom, Placement, PodRef, ShareFolder, ShareKind, ShareName,
-    ShareNameError, ShareRecord, ShareState, Shares, Terms, files, place, shares::free_beside, timetable,
+    ShareNameError, ShareRecord, ShareState, Shares, Terms, files, place, room, shares::free_beside,
+    timetable,
 };
 
 /// How many milliseconds after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
@@ -239,7 +240,7 @@ impl Ledger {
         if let Err(source) = made {
             let path = fresh.path().to_path_buf();
             // The folder is cleared away at the next start if that fails, too.
-            let _ = fs::remove_dir_all(&path);
+            let _ = room::remove_share(&path);
             return Err(BindError::Fill { path, source });
         }
         for other in &gave_way {
@@ -417,7 +418,7 @@ impl Ledger {
         rustix::fs::renameat_with(CWD, fresh.path(), CWD, folder.path(), RenameFlags::EXCHANGE)
             .map_err(failed)?;
         // What is now there under the working name is the older one, without a claim on anything.
-        let _ = fs::remove_dir_all(fresh.path());
+        let _ = room::remove_share(fresh.path());
         Ok(())
     }
 
@@ -425,13 +426,13 @@ impl Ledger {
         let path = self.folder.join(name.as_str());
         let failed = |source| LedgerError { path: path.clone(), source };
         let retired = self.work_path(name, "old");
-        let _ = fs::remove_dir_all(&retired);
+        let _ = room::remove_share(&retired);
         match fs::rename(&path, &retired) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
             renamed => renamed.map_err(failed)?,
         }
         // Released with the rename; what cannot be deleted now is cleared away at the next start.
-        if fs::remove_dir_all(&retired).is_err() {
+        if room::remove_share(&retired).is_err() {
             let _ = fs::remove_file(&retired);
         }
         Ok(true)
@@ -444,7 +445,7 @@ impl Ledger {
 
     fn work_folder(&self, name: &ShareName, kind: &str) -> Result<ShareFolder, LedgerError> {
         let path = self.work_path(name, kind);
-        let _ = fs::remove_dir_all(&path);
+        let _ = room::remove_share(&path);
         match DirBuilder::new().mode(0o700).create(&path) {
             Ok(()) => Ok(ShareFolder::at(path)),
             Err(source) => Err(LedgerError { path, source }),
@@ -458,7 +459,7 @@ impl Ledger {
             let name = name.as_encoded_bytes();
             if name.starts_with(b".") && (name.ends_with(b".new") || name.ends_with(b".old")) {
                 tracing::info!(path = %entry.path().display(), "clearing away what a killed process left");
-                if fs::remove_dir_all(entry.path()).is_err() {
+                if room::remove_share(&entry.path()).is_err() {
                     fs::remove_file(entry.path())?;
                 }
             }

@@ -9,6 +9,7 @@ mod filter;
 mod inventory;
 mod ledger;
 mod place;
+mod room;
 mod rules;
 mod share;
 mod shares;

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vcuda_config::{CORE_PER_GPU, GpuUuid};
 
-use crate::{Change, Terms, files, timetable};
+use crate::{Change, Terms, files, room, timetable};
 
 /// The one version of `share.json` that this build writes and reads.
 const RECORD_VERSION: u32 = 1;
@@ -137,9 +137,18 @@ impl ShareFolder {
         self.0.join("limits")
     }
 
-    /// The usage that the container writes.
+    /// The usage that the container writes, in a file system of its own: see [`Self::make_room`].
     pub fn usage(&self) -> PathBuf {
-        self.0.join("usage")
+        self.0.join(room::FOLDER).join("usage")
+    }
+
+    /// Makes the room that [`Self::usage`] lies in: 1 MiB, in memory, which the container can fill without harm. It
+    /// goes when the ledger removes the share.
+    ///
+    /// # Errors
+    /// It is there already, or cannot be mounted.
+    pub fn make_room(&self) -> io::Result<()> {
+        room::make(&self.0.join(room::FOLDER))
     }
 
     /// What the container sees as `/etc/ld.so.preload`.

@@ -39,7 +39,7 @@ fn a_restarted_container_keeps_its_gpu_and_gets_fresh_files() {
     let (_folder, ledger) = open();
     let inventory = inventory(3);
     let on = GpuUuid::from_bytes([2; 16]);
-    let fill = |_: &_, folder: &ledger::ShareFolder| fs::write(folder.usage(), "first");
+    let fill = |_: &_, folder: &ledger::ShareFolder| fs::write(folder.preload(), "first");
     let first = ledger.bind(&inventory, &claim(1, 0, 0, 1, share(20, 4)), &[on], fill).unwrap();
     assert_eq!(minor(&first), 2);
     ledger.mark_stopped(&first.record.container.id).unwrap();
@@ -48,7 +48,7 @@ fn a_restarted_container_keeps_its_gpu_and_gets_fresh_files() {
         .bind(&inventory, &claim(1, 0, 0, 2, share(20, 4)), &[GpuUuid::from_bytes([0; 16])], |_, _| Ok(()))
         .unwrap();
     assert_eq!((minor(&second), second.record.state), (2, ShareState::Running));
-    assert!(!second.folder.usage().exists(), "usage of the earlier container is gone");
+    assert!(!second.folder.preload().exists(), "files of the earlier container are gone");
     assert_eq!(ledger.mark_stopped(&first.record.container.id).unwrap(), None, "a late event finds nothing");
     assert_eq!(ledger.shares().unwrap().records[&second.name].state, ShareState::Running);
 }

@@ -12,7 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use futures::{StreamExt, stream};
-use ledger::{DeviceNode, Driver, Gpu, Inventory, Shares};
+use ledger::{DeviceNode, Driver, Gpu, Inventory, Ledger, Shares};
 use nri_plugin::{
     mux::Mux,
     node::Node,
@@ -103,6 +103,18 @@ impl TestNode {
     }
 }
 
+impl Drop for TestNode {
+    /// What containers write lies in file systems of their own, which go with the shares.
+    fn drop(&mut self) {
+        let Ok(ledger) = Ledger::open(&self.file.paths.shares()) else { return };
+        let shares = ledger.shares().unwrap_or_default();
+        let unreadable = shares.unreadable.into_iter().map(|share| share.name);
+        for name in shares.records.into_keys().chain(unreadable) {
+            let _ = ledger.release(&name);
+        }
+    }
+}
+
 pub fn gpu(n: u8) -> GpuUuid {
     GpuUuid::from_bytes([n; 16])
 }
@@ -136,7 +148,7 @@ pub fn granted(pod: &PodSandbox, name: &str, attempt: u32, core: u32, units: u32
     let mut container = container(pod, name, attempt);
     let hook = Hook {
         path: "/usr/local/vcuda/0.1.0/bin/vcuda-hook".into(),
-        args: vec!["vcuda-hook".into(), "guard".into()],
+        args: vec!["vcuda-hook".into(), "create-container".into()],
         ..Hook::default()
     };
     container.hooks = MessageField::some(Hooks { create_container: vec![hook], ..Hooks::default() });

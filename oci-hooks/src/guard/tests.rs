@@ -85,7 +85,7 @@ impl Rig {
         let container = Container { id: ID.into(), share: Some(SHARE.into()), bundle: at("bundle") };
         let rig = Self { root: at("root"), folder, paths, container, record };
 
-        fs::create_dir_all(rig.share().path()).unwrap();
+        fs::create_dir_all(rig.share().usage().parent().unwrap()).unwrap();
         rig.store();
         rig.limit(gpu(), 8 << 30);
         Usage::create(&rig.share().usage()).unwrap();
