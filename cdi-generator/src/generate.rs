@@ -28,6 +28,9 @@ const SOCKET_OPTIONS: [&str; 5] = ["nosuid", "nodev", "rbind", "rprivate", "noex
 /// The name under which the hook's own arguments begin.
 const HOOK: &str = "vcuda-hook";
 
+/// The subcommand of the hook.
+const CREATE_CONTAINER: &str = "create-container";
+
 /// The hooks' whole environment. It must not be empty: a hook without one inherits the image's from some
 /// runtimes, `LD_PRELOAD` included (CVE-2025-23266).
 const HOOK_ENV: &str = "VCUDA_HOOK=1";
@@ -88,7 +91,7 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
         name: name.into(),
         container_edits: ContainerEdits {
             mounts,
-            hooks: hooks(paths, libraries),
+            hooks: vec![hook(paths, libraries)],
             ..ContainerEdits::default()
         },
         ..Device::default()
@@ -117,30 +120,25 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     spec
 }
 
-/// The hooks for a container with these libraries, in the order in which they run: the guard looks at what the
-/// others left.
-fn hooks(paths: &Paths, libraries: &[&Library]) -> Vec<Hook> {
-    let mut links = vec!["links".into()];
+/// The hook for a container with these libraries: links, loader cache and guard, in one process, for each process
+/// adds to the time that a pod takes to start.
+fn hook(paths: &Paths, libraries: &[&Library]) -> Hook {
+    let mut args: Vec<String> = vec![HOOK.into(), CREATE_CONTAINER.into()];
     for (path, target) in links_of(libraries) {
-        links.extend(["--link".into(), format!("{target}::{}", text(&path))]);
+        args.extend(["--link".into(), format!("{target}::{}", text(&path))]);
     }
-    let mut ldcache = vec!["ldcache".into()];
     for path in lookups_of(libraries) {
-        ldcache.extend(["--library".into(), text(&path)]);
+        args.extend(["--library".into(), text(&path)]);
     }
-    let guard =
-        vec!["guard".into(), "--state".into(), text(&paths.state), "--install".into(), text(&paths.install)];
-    let hook = |mut args: Vec<String>| {
-        args.insert(0, HOOK.into());
-        Hook {
-            hook_name: "createContainer".into(),
-            path: text(&paths.hook()),
-            args,
-            env: vec![HOOK_ENV.into()],
-            timeout: None,
-        }
-    };
-    [links, ldcache, guard].map(hook).into()
+    let node = [("--state", &paths.state), ("--install", &paths.install), ("--config", &paths.node_file)];
+    args.extend(node.into_iter().flat_map(|(option, path)| [option.into(), text(path)]));
+    Hook {
+        hook_name: "createContainer".into(),
+        path: text(&paths.hook()),
+        args,
+        env: vec![HOOK_ENV.into()],
+        timeout: None,
+    }
 }
 
 /// Symlinks beside the libraries, path to target. The targets' names are the same for a share, whose shim stands

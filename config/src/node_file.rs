@@ -79,6 +79,9 @@ pub struct Paths {
     pub nri_socket: PathBuf,
     /// Sockets and locks of this system.
     pub run: PathBuf,
+    /// The node file itself, for programs that others start. Known to who has read it.
+    #[serde(skip, default = "default_node_file")]
+    pub node_file: PathBuf,
 }
 
 /// Which GPUs are offered, and how much of them.
@@ -183,7 +186,9 @@ impl NodeFile {
         if std::fs::metadata(path).map_err(read)?.len() > NODE_FILE_MAX_BYTES {
             return Err(invalid("larger than 1 MiB, which no node file is; check the path".into()));
         }
-        Self::parse(&std::fs::read_to_string(path).map_err(read)?).map_err(invalid)
+        let mut file = Self::parse(&std::fs::read_to_string(path).map_err(read)?).map_err(invalid)?;
+        file.paths.node_file = std::path::absolute(path).map_err(read)?;
+        Ok(file)
     }
 
     /// The node file at `path`, or all defaults where the default file does not exist. A file that was asked
@@ -330,6 +335,7 @@ impl Default for Paths {
             kubelet: "/var/lib/kubelet/device-plugins".into(),
             nri_socket: "/var/run/nri/nri.sock".into(),
             run: "/run/vcuda".into(),
+            node_file: default_node_file(),
         }
     }
 }
@@ -353,6 +359,10 @@ impl Default for NriSettings {
     fn default() -> Self {
         Self { name: "vcuda".into(), index: "90".into() }
     }
+}
+
+fn default_node_file() -> PathBuf {
+    NodeFile::DEFAULT_PATH.into()
 }
 
 fn is_dns_subdomain(text: &str) -> bool {
@@ -432,6 +442,17 @@ mod tests {
             [Policy::Enforce, Policy::Off, Policy::Warn]
         );
         assert_eq!(NodeFile::default().images.of("x"), Policy::Enforce);
+    }
+
+    #[test]
+    fn a_node_file_knows_where_it_is_and_names_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vcuda.yaml");
+        std::fs::write(&path, "version: 1\n").unwrap();
+        assert_eq!(NodeFile::load(&path).unwrap().paths.node_file, path);
+        assert_eq!(NodeFile::default().paths.node_file, Path::new(NodeFile::DEFAULT_PATH));
+        let error = NodeFile::parse("version: 1\npaths: {nodeFile: /x}").unwrap_err();
+        assert!(error.contains("nodeFile"), "{error}");
     }
 
     #[test]

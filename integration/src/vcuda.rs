@@ -19,6 +19,9 @@ use crate::{
 /// Both daemons are up in milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// Name of the node file.
+const NODE_FILE: &str = "config.yaml";
+
 /// The daemons of a node.
 #[derive(Debug)]
 pub struct Vcuda {
@@ -40,6 +43,7 @@ impl Vcuda {
                 kubelet: folder.join("kubelet/device-plugins"),
                 nri_socket: containerd::nri_socket(folder),
                 run: folder.join("run"),
+                node_file: folder.join(NODE_FILE),
             },
             // One port for all nodes of a machine would be one too few.
             metrics: MetricsSettings { listen: None },
@@ -64,7 +68,7 @@ impl Vcuda {
 
     /// Path of the node file.
     pub fn config(&self) -> PathBuf {
-        self.folder.join("config.yaml")
+        self.folder.join(NODE_FILE)
     }
 
     /// Names of both resources.

@@ -10,6 +10,7 @@ use integration::{
     pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY, PATH},
 };
+use vcuda_config::Policy;
 
 const GIB: u64 = 1 << 30;
 
@@ -186,6 +187,18 @@ async fn an_image_without_a_c_library_is_refused_with_the_reason() {
     assert!(error.to_lowercase().contains("c library") || error.contains("libc"), "{error}");
     let plain = Pod::new("plain", Container::new("main", "local/busybox:1"));
     let running = node.kubelet.run(&plain).await.unwrap();
+    node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn the_guard_goes_by_the_node_file_that_the_daemons_were_given() {
+    let mut node = node().await.unwrap();
+    node.import(&Image::busybox("local/busybox:1")).unwrap();
+    node.vcuda.change(|file| file.images.policy = Policy::Off).unwrap();
+    let pod = Pod::new("static", asks(Container::new("main", "local/busybox:1")));
+    let running = node.kubelet.run(&pod).await.unwrap();
     node.kubelet.delete(&running).await.unwrap();
     node.assert_empty().await;
 }

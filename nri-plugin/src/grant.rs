@@ -71,13 +71,17 @@ impl Granted {
     }
 }
 
+/// Subcommands of the hook that end with the guard.
+const GUARDING: [&str; 2] = ["create-container", "guard"];
+
 /// Whether our guard will look at the container before it starts. Hooks come from CDI specs and NRI plugins, never
 /// from a pod.
 pub fn has_guard(container: &Container, paths: &Paths) -> bool {
     let hook = paths.hook();
     container.hooks.create_container.iter().any(|other| {
         // During an upgrade the CDI spec may name the hook of another version's folder.
-        Path::new(&other.path).file_name() == hook.file_name() && other.args.iter().any(|arg| arg == "guard")
+        Path::new(&other.path).file_name() == hook.file_name()
+            && other.args.get(1).is_some_and(|arg| GUARDING.contains(&arg.as_str()))
     })
 }
 
@@ -106,7 +110,7 @@ pub(crate) mod tests {
     pub(crate) fn granted(core: &str, memory: &str) -> Container {
         let hook = Hook {
             path: "/usr/local/vcuda/0.0.9/bin/vcuda-hook".into(),
-            args: vec!["vcuda-hook".into(), "guard".into()],
+            args: vec!["vcuda-hook".into(), "create-container".into()],
             ..Hook::default()
         };
         let mut container = Container { id: "c0ffee".into(), name: "main".into(), ..Container::default() };
@@ -150,11 +154,13 @@ pub(crate) mod tests {
     #[test]
     fn a_grant_without_the_guard_does_not_count() {
         let mut container = granted(&format!("{}=20", gpu(1)), &format!("{}=32", gpu(1)));
-        for (path, args) in [("/usr/local/vcuda/0.1.0/bin/vcuda-hook", "links"), ("/bin/true", "guard")] {
+        for (path, command) in
+            [("/usr/local/vcuda/0.1.0/bin/vcuda-hook", "links"), ("/bin/true", "create-container")]
+        {
             let hooks = MessageField::some(Hooks {
                 create_container: vec![Hook {
                     path: path.into(),
-                    args: vec![args.into()],
+                    args: vec!["vcuda-hook".into(), command.into()],
                     ..Hook::default()
                 }],
                 ..Hooks::default()

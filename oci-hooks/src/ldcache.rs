@@ -43,6 +43,7 @@ const MODE: Mode = Mode::from_raw_mode(0o644);
 
 /// Arguments of `vcuda-hook ldcache`.
 #[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
 pub struct Args {
     /// A library that programs are to find by its file name, such as /usr/lib64/libcuda.so.1; absolute in the
     /// container. May be given many times.

@@ -13,6 +13,7 @@ use crate::rootfs::{Rootfs, RootfsError, split};
 
 /// Arguments of `vcuda-hook links`.
 #[derive(Clone, Debug, clap::Args)]
+#[group(skip)]
 pub struct Args {
     /// A symlink to create, and what it points at: TARGET::PATH. TARGET is written as it is, PATH is absolute in
     /// the container. May be given many times.

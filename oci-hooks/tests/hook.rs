@@ -98,6 +98,26 @@ fn links_and_cache_are_made_in_the_containers_root() {
     assert!(bundle.root().join("etc/ld.so.cache").is_file());
 }
 
+#[test]
+fn create_container_makes_links_and_cache_and_ends_with_the_guard() {
+    let bundle = Bundle::new();
+    let output = bundle.run(&[
+        "create-container",
+        "--link",
+        "libcuda.so.550.1::/opt/driver/libcuda.so.1",
+        "--library",
+        "/opt/driver/libcuda.so.1",
+        "--state",
+        "/nowhere",
+        "--install",
+        "/nowhere",
+    ]);
+    let text = sentence(&output, 1);
+    assert!(text.contains("not bound"), "{text}");
+    assert!(bundle.root().join("opt/driver/libcuda.so.1").is_symlink());
+    assert!(bundle.root().join("etc/ld.so.cache").is_file());
+}
+
 // CVE-2025-23266: a hook that inherits the image's environment runs the image's code as root of the host.
 #[test]
 fn the_images_environment_and_folder_have_no_effect() {
@@ -148,9 +168,14 @@ fn an_unbound_share_is_refused() {
 
 #[test]
 fn arguments_that_make_no_sense_are_one_sentence_and_exit_code_2() {
-    for args in
-        [&[][..], &["nonsense"], &["links"], &["links", "--link", "x"], &["ldcache", "--library", "x"]]
-    {
+    for args in [
+        &[][..],
+        &["nonsense"],
+        &["links"],
+        &["links", "--link", "x"],
+        &["ldcache", "--library", "x"],
+        &["create-container"],
+    ] {
         sentence(&run(Command::new(hook()).args(args), ""), 2);
     }
 }

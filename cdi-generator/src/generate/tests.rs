@@ -126,7 +126,7 @@ fn all_hooks(spec: &Spec) -> Vec<Hook> {
 #[test]
 fn every_hook_has_an_environment_of_its_own() {
     let hooks = all_hooks(&Node::new().spec());
-    assert_eq!(hooks.len(), 6);
+    assert_eq!(hooks.len(), 2);
     for hook in hooks {
         assert!(!hook.env.is_empty(), "{hook:?}");
         assert_eq!(hook.hook_name, "createContainer");
@@ -135,29 +135,28 @@ fn every_hook_has_an_environment_of_its_own() {
 }
 
 #[test]
-fn hooks_get_the_links_and_names_of_every_library_and_the_guard_comes_last() {
+fn one_hook_gets_the_links_and_names_of_every_library_and_the_guards_places() {
     let node = Node::new();
     for device in node.spec().devices {
-        let args: Vec<_> = device.container_edits.hooks.iter().map(|hook| hook.args.join(" ")).collect();
+        let [hook] = &device.container_edits.hooks[..] else { panic!("{device:?}") };
+        let args = hook.args.join(" ");
+        assert!(args.starts_with("vcuda-hook create-container "), "{args}");
         for link in [
             format!("--link libcuda.so.{VERSION}::/usr/lib64/libcuda.so.1"),
             "--link libcuda.so.1::/usr/lib64/libcuda.so".into(),
             format!("--link libnvidia-ml.so.{VERSION}::/usr/lib64/libnvidia-ml.so.1"),
             format!("--link libnvidia-nvvm.so.{VERSION}::/usr/lib64/libnvidia-nvvm.so.4"),
         ] {
-            assert!(
-                args[0].starts_with("vcuda-hook links ") && args[0].contains(&link),
-                "{link}: {}",
-                args[0]
-            );
+            assert!(args.contains(&link), "{link}: {args}");
         }
         // Its name is its soname: a link would be in the way of its own target.
-        assert!(!args[0].contains("gpucomp"));
+        assert!(!args.contains("::/usr/lib64/libnvidia-gpucomp"));
         for name in ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-gpucomp.so.550.163.01"] {
-            assert!(args[1].contains(&format!("--library /usr/lib64/{name}")), "{name}: {}", args[1]);
+            assert!(args.contains(&format!("--library /usr/lib64/{name}")), "{name}: {args}");
         }
         let install = node.paths.install.display();
-        assert_eq!(args[2], format!("vcuda-hook guard --state /var/lib/vcuda --install {install}"));
+        let places = format!("--state /var/lib/vcuda --install {install} --config /etc/vcuda/config.yaml");
+        assert!(args.ends_with(&places), "{args}");
     }
 }
 
@@ -183,7 +182,9 @@ fn the_hook_takes_the_arguments_that_are_written_for_it() {
                 "--library" => {
                     assert!(pair[1].parse::<oci_hooks::ldcache::LibraryPath>().is_ok(), "{pair:?}")
                 }
-                "--state" | "--install" => assert!(Path::new(&pair[1]).is_absolute(), "{pair:?}"),
+                "--state" | "--install" | "--config" => {
+                    assert!(Path::new(&pair[1]).is_absolute(), "{pair:?}")
+                }
                 other => panic!("{other}"),
             }
         }

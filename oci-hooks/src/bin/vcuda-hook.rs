@@ -16,7 +16,7 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
-use oci_hooks::{guard, ldcache, links, state::Container};
+use oci_hooks::{guard, ldcache, links, rootfs::Rootfs, state::Container};
 use rustix::fs::Mode;
 use vcuda_config::{NodeFile, Paths, annotation};
 
@@ -43,12 +43,24 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Hook {
+    /// Do all that follows, in this order, in one process.
+    CreateContainer(CreateContainer),
     /// Create the symlinks under which programs look for the driver's libraries.
     Links(links::Args),
     /// Make the container's loader find the driver's libraries.
     Ldcache(ldcache::Args),
     /// Refuse to start a container whose GPU share is not bound or would not be enforced.
     Guard(GuardArgs),
+}
+
+#[derive(clap::Args)]
+struct CreateContainer {
+    #[command(flatten)]
+    links: links::Args,
+    #[command(flatten)]
+    ldcache: ldcache::Args,
+    #[command(flatten)]
+    guard: GuardArgs,
 }
 
 #[derive(clap::Args)]
@@ -92,19 +104,26 @@ fn run(hook: Hook) -> anyhow::Result<()> {
     let container = Container::read(io::stdin().lock())?;
     let rootfs = container.rootfs()?;
     match hook {
-        Hook::Links(args) => links::run(&args, &rootfs)?,
-        Hook::Ldcache(args) => ldcache::run(&args, &rootfs)?,
-        Hook::Guard(args) => {
-            let paths = Paths { state: args.state, install: args.install, ..Paths::default() };
-            let container = guard::Container {
-                share: container.annotations.get(annotation::SHARE).cloned(),
-                id: container.id,
-                bundle: container.bundle,
-            };
-            let images = NodeFile::load_or_default(&args.config)?.images;
-            guard::run(&paths, &images, &container, rootfs)?;
+        Hook::CreateContainer(args) => {
+            links::run(&args.links, &rootfs)?;
+            ldcache::run(&args.ldcache, &rootfs)?;
+            guard(args.guard, container, rootfs)
         }
+        Hook::Links(args) => Ok(links::run(&args, &rootfs)?),
+        Hook::Ldcache(args) => Ok(ldcache::run(&args, &rootfs)?),
+        Hook::Guard(args) => guard(args, container, rootfs),
     }
+}
+
+fn guard(args: GuardArgs, container: Container, rootfs: Rootfs) -> anyhow::Result<()> {
+    let paths = Paths { state: args.state, install: args.install, ..Paths::default() };
+    let container = guard::Container {
+        share: container.annotations.get(annotation::SHARE).cloned(),
+        id: container.id,
+        bundle: container.bundle,
+    };
+    let images = NodeFile::load_or_default(&args.config)?.images;
+    guard::run(&paths, &images, &container, rootfs)?;
     Ok(())
 }
 

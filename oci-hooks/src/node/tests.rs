@@ -73,7 +73,7 @@ impl Node {
                 {"name": "whole", "containerEdits": {}},
             ],
             "containerEdits": {"hooks": [
-                {"hookName": "createContainer", "path": hook, "args": ["vcuda-hook", "guard"], "env": ["A=1"]},
+                {"hookName": "createContainer", "path": hook, "args": ["vcuda-hook", "create-container"], "env": ["A=1"]},
             ]},
         });
         change(&mut spec);
