@@ -283,6 +283,7 @@ mod tests {
         };
         let fill = |record: &ShareRecord, folder: &ShareFolder| {
             Limits::create(&folder.limits(), &record.limits(false))?;
+            fs::create_dir(folder.usage().parent().unwrap())?;
             Usage::create(&folder.usage())
         };
         let ledger = Ledger::open(&file.paths.shares()).unwrap();

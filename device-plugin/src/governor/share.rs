@@ -234,7 +234,8 @@ impl Governed {
 
     fn tell(&mut self, error: &io::Error) {
         let text = error.to_string();
-        if self.told.as_ref() != Some(&text) {
+        // One that does not run may have none: they went with the last boot.
+        if self.told.as_ref() != Some(&text) && self.record.state == ShareState::Running {
             tracing::warn!(
                 pod = %format_args!("{}/{}", self.record.pod.namespace, self.record.pod.name),
                 container = self.record.container.name,

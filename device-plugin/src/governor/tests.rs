@@ -71,6 +71,7 @@ impl Node {
         };
         let fill = |record: &ShareRecord, folder: &ShareFolder| {
             Limits::create(&folder.limits(), &record.limits(false))?;
+            fs::create_dir(folder.usage().parent().unwrap())?;
             Usage::create(&folder.usage())
         };
         let bound = self.ledger.bind(&self.inventory, &claim, &[], fill).unwrap();
@@ -233,7 +234,8 @@ fn a_container_that_spoils_its_usage_loses_its_figures_and_harms_nobody() {
     let mut node = Node::new(false);
     let (a, b) = (node.bind("a", 30, Terms::default()), node.bind("b", 70, Terms::default()));
     node.ticks(2, &[&a, &b]);
-    fs::write(node.folder.path().join("shares/a_main/usage"), vec![0xff; 8 << 10]).unwrap();
+    let folder = ShareFolder::new(&node.folder.path().join("shares"), &"a_main".parse().unwrap());
+    fs::write(folder.usage(), vec![0xff; 8 << 10]).unwrap();
     node.ticks(3, &[&b]);
     assert_eq!((node.may(&a).0, node.may(&b).0), (300, 700));
     assert!(a.limits.heartbeat_ns() == node.now && b.limits.heartbeat_ns() == node.now);
