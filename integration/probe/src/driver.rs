@@ -19,6 +19,8 @@ impl fmt::Display for Failure {
     }
 }
 
+impl std::error::Error for Failure {}
+
 /// A loaded library. It is never unloaded.
 struct Library(*mut c_void);
 
@@ -77,6 +79,19 @@ api!(CudaApi {
     mem_info: c"cuMemGetInfo_v2" = fn(*mut usize, *mut usize);
     mem_alloc: c"cuMemAlloc_v2" = fn(*mut u64, usize);
     mem_free: c"cuMemFree_v2" = fn(u64);
+    module_load: c"cuModuleLoadData" = fn(*mut *mut c_void, *const c_char);
+    module_function: c"cuModuleGetFunction" = fn(*mut *mut c_void, *mut c_void, *const c_char);
+    stream_create: c"cuStreamCreate" = fn(*mut *mut c_void, c_uint);
+    stream_synchronize: c"cuStreamSynchronize" = fn(*mut c_void);
+    context_synchronize: c"cuCtxSynchronize" = fn();
+    launch: c"cuLaunchKernel" = fn(
+        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void,
+        *mut *mut c_void
+    );
+    capture_begin: c"cuStreamBeginCapture_v2" = fn(*mut c_void, c_int);
+    capture_end: c"cuStreamEndCapture" = fn(*mut c_void, *mut *mut c_void);
+    graph_instantiate: c"cuGraphInstantiateWithFlags" = fn(*mut *mut c_void, *mut c_void, u64);
+    graph_launch: c"cuGraphLaunch" = fn(*mut c_void, *mut c_void);
 });
 
 api!(NvmlApi {
@@ -92,6 +107,18 @@ pub struct Cuda(CudaApi);
 
 /// NVML, initialised.
 pub struct Nvml(NvmlApi);
+
+/// A loaded module.
+pub struct Module(*mut c_void);
+
+/// A function of one.
+pub struct Function(*mut c_void);
+
+/// A stream.
+pub struct Stream(*mut c_void);
+
+/// A graph that can be launched.
+pub struct Graph(*mut c_void);
 
 fn check(call: &'static str, code: c_int) -> Result<(), Failure> {
     if code == 0 { Ok(()) } else { Err(Failure { call, reason: format!("error {code}") }) }
@@ -182,6 +209,74 @@ impl Cuda {
     pub fn free(&self, pointer: u64) -> Result<(), Failure> {
         // SAFETY: a number that the driver checks.
         check("cuMemFree", unsafe { (self.0.mem_free)(pointer) })
+    }
+
+    /// Loads a module of PTX text.
+    pub fn module(&self, text: &CStr) -> Result<Module, Failure> {
+        let mut module = ptr::null_mut();
+        // SAFETY: the pointer is to a live `CUmodule`, the text a C string.
+        check("cuModuleLoadData", unsafe { (self.0.module_load)(&raw mut module, text.as_ptr()) })?;
+        Ok(Module(module))
+    }
+
+    /// A function of a module.
+    pub fn function(&self, module: &Module, name: &CStr) -> Result<Function, Failure> {
+        let mut function = ptr::null_mut();
+        // SAFETY: the pointer is to a live `CUfunction`, the module a loaded one, the name a C string.
+        let code = unsafe { (self.0.module_function)(&raw mut function, module.0, name.as_ptr()) };
+        check("cuModuleGetFunction", code)?;
+        Ok(Function(function))
+    }
+
+    /// A stream that does not wait for the default stream.
+    pub fn stream(&self) -> Result<Stream, Failure> {
+        let mut stream = ptr::null_mut();
+        // SAFETY: the pointer is to a live `CUstream`.
+        check("cuStreamCreate", unsafe { (self.0.stream_create)(&raw mut stream, 1) })?;
+        Ok(Stream(stream))
+    }
+
+    /// Launches a function that takes no parameters.
+    pub fn launch(&self, function: &Function, blocks: u32, stream: &Stream) -> Result<(), Failure> {
+        let none: *mut *mut c_void = ptr::null_mut();
+        // SAFETY: a function of a loaded module without parameters, a live stream.
+        let code = unsafe { (self.0.launch)(function.0, blocks, 1, 1, 256, 1, 1, 0, stream.0, none, none) };
+        check("cuLaunchKernel", code)
+    }
+
+    /// Waits for a stream.
+    pub fn synchronize(&self, stream: &Stream) -> Result<(), Failure> {
+        // SAFETY: a live stream.
+        check("cuStreamSynchronize", unsafe { (self.0.stream_synchronize)(stream.0) })
+    }
+
+    /// Waits for the whole context.
+    pub fn synchronize_all(&self) -> Result<(), Failure> {
+        // SAFETY: it takes nothing.
+        check("cuCtxSynchronize", unsafe { (self.0.context_synchronize)() })
+    }
+
+    /// Makes a graph of what is launched meanwhile in a stream.
+    pub fn graph(
+        &self,
+        stream: &Stream,
+        work: impl FnOnce() -> Result<(), Failure>,
+    ) -> Result<Graph, Failure> {
+        let (mut graph, mut exec) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a live stream.
+        check("cuStreamBeginCapture", unsafe { (self.0.capture_begin)(stream.0, 0) })?;
+        work()?;
+        // SAFETY: the pointer is to a live `CUgraph`.
+        check("cuStreamEndCapture", unsafe { (self.0.capture_end)(stream.0, &raw mut graph) })?;
+        // SAFETY: the pointer is to a live `CUgraphExec`, the graph a live one.
+        check("cuGraphInstantiate", unsafe { (self.0.graph_instantiate)(&raw mut exec, graph, 0) })?;
+        Ok(Graph(exec))
+    }
+
+    /// Launches a graph.
+    pub fn launch_graph(&self, graph: &Graph, stream: &Stream) -> Result<(), Failure> {
+        // SAFETY: a live graph and a live stream.
+        check("cuGraphLaunch", unsafe { (self.0.graph_launch)(graph.0, stream.0) })
     }
 
     fn handle(&self, ordinal: i32) -> Result<c_int, Failure> {

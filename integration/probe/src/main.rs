@@ -1,15 +1,16 @@
 //! A CUDA program for the tests' containers. It reaches the driver as most programs do, by `dlopen` of `libcuda.so.1`
-//! and `libnvidia-ml.so.1`, says in one line of JSON what it sees, and takes as much memory as it is told to. It
-//! knows nothing of shares: what it prints is what any program would find.
+//! and `libnvidia-ml.so.1`, says in one line of JSON what it sees, and takes as much memory as it is told to; `spin`
+//! keeps a GPU busy instead. It knows nothing of shares: what it prints is what any program would find.
 
 #![deny(unsafe_code)]
 
 #[expect(unsafe_code, reason = "it calls the driver, which is C")]
 mod driver;
+mod spin;
 
 use std::{io::Write, process::ExitCode, thread};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use serde::Serialize;
 
 use driver::{Cuda, Failure, Nvml};
@@ -21,8 +22,10 @@ const MIB: u64 = 1 << 20;
 /// Exit codes: 0 all calls worked (a refused allocation is an answer, not a failure), 2 usage, 3 the driver could
 /// not be loaded or refused to initialise.
 #[derive(Parser)]
-#[command(version)]
+#[command(version, args_conflicts_with_subcommands = true)]
 struct Options {
+    #[command(subcommand)]
+    work: Option<Work>,
     /// Allocates this many MiB of device memory on the first GPU, and keeps them. Repeatable, in order.
     #[arg(long, value_name = "MIB")]
     alloc: Vec<u64>,
@@ -35,6 +38,12 @@ struct Options {
     /// After printing, keeps the memory until killed.
     #[arg(long)]
     hold: bool,
+}
+
+#[derive(Subcommand)]
+enum Work {
+    /// Launches kernels until told to stop.
+    Spin(spin::Spin),
 }
 
 /// What there is to see. Sizes in bytes.
@@ -94,6 +103,15 @@ struct Allocation {
 
 fn main() -> ExitCode {
     let options = Options::parse();
+    if let Some(Work::Spin(spin)) = &options.work {
+        return match spin.run() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("cuda-probe: {error}");
+                ExitCode::from(3)
+            }
+        };
+    }
     let mut report = Report::default();
     let mut held = vec![];
     let outcome = look(&options, &mut report, &mut held);

@@ -145,6 +145,7 @@ impl Tables {
         self.release_arrays_of(driver, context);
         self.release_modules_of(driver, context);
         self.streams.forget_context(context.handle());
+        driver.work.forget_context(context.handle());
     }
 }
 
@@ -157,13 +158,28 @@ fn create(out: Out<Handle>, flags: u32, device: c_int) -> Outcome {
     out.put(context.handle())
 }
 
+fn synchronize(context: &'static Context) -> Outcome {
+    let driver = driver()?;
+    driver.work.wait_for_context(driver, context)?;
+    driver.tables().settle(driver);
+    Ok(())
+}
+
+/// Before a GPU's primary context ends, its work does.
+fn finish_primary(driver: &Driver, gpu: usize) -> Outcome {
+    let primary = driver.tables().contexts.primary.get(&gpu).and_then(|primary| primary.context);
+    primary.map_or(Ok(()), |context| driver.work.wait_for_context(driver, context))
+}
+
 fn destroy(handle: Handle) -> Outcome {
     let driver = driver()?;
-    let mut tables = driver.tables();
-    let context = tables.contexts.get(handle)?;
+    let context = driver.tables().contexts.get(handle)?;
     if context.primary {
         return Err(INVALID_CONTEXT);
     }
+    driver.work.wait_for_context(driver, context)?;
+    let mut tables = driver.tables();
+    tables.contexts.get(handle)?;
     // Only where it is current: elsewhere it stays on the stack, and is found destroyed.
     on_stack(|stack| {
         if stack.last().is_some_and(|top| top.handle() == handle) {
@@ -243,19 +259,9 @@ api! {
         Ok(())
     }
 
-    fn cuCtxSynchronize() {
-        current()?;
-        let driver = driver()?;
-        driver.tables().settle(driver);
-        Ok(())
-    }
+    fn cuCtxSynchronize() { synchronize(current()?) }
 
-    fn cuCtxSynchronize_v2(context: Handle) {
-        context_of(context)?;
-        let driver = driver()?;
-        driver.tables().settle(driver);
-        Ok(())
-    }
+    fn cuCtxSynchronize_v2(context: Handle) { synchronize(context_of(context)?) }
 
     fn cuCtxGetLimit(value: Out<usize>, limit: c_int) {
         let context = current()?;
@@ -335,6 +341,7 @@ api! {
     fn cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2(device: c_int) {
         let driver = driver()?;
         let gpu = driver.gpu(device)?;
+        finish_primary(driver, gpu)?;
         let mut tables = driver.tables();
         let primary = tables.contexts.primary.entry(gpu).or_default();
         primary.retained = primary.retained.checked_sub(1).ok_or(INVALID_CONTEXT)?;
@@ -347,6 +354,7 @@ api! {
     fn cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2(device: c_int) {
         let driver = driver()?;
         let gpu = driver.gpu(device)?;
+        finish_primary(driver, gpu)?;
         let mut tables = driver.tables();
         // Who retained it must still release it.
         if let Some(context) = tables.contexts.primary.entry(gpu).or_default().context.take() {

@@ -1,7 +1,7 @@
 //! Copies and fills. Host memory is copied for real; device memory is, where its contents are kept.
 
 use crate::{
-    driver::{Driver, Tables},
+    driver::{Driver, Tables, driver},
     ffi::{INVALID_VALUE, In, Outcome, api},
     stream::{Operation, Stream, submit},
 };
@@ -131,6 +131,21 @@ fn linear(to: u64, from: u64, bytes: usize, stream: Stream) -> Outcome {
     submit(stream, Operation::Copy(copy))
 }
 
+/// The same, and the calling thread waits.
+fn linear_now(to: u64, from: u64, bytes: usize, stream: Stream) -> Outcome {
+    finish(stream)?;
+    linear(to, from, bytes, stream)?;
+    finish(stream)
+}
+
+/// Waits until a stream has done what it has to do.
+fn finish(stream: Stream) -> Outcome {
+    let driver = driver()?;
+    let context = stream.context()?;
+    let lane = stream.lane(&mut driver.tables(), context)?;
+    driver.work.wait_for_stream(driver, &lane)
+}
+
 /// `CUDA_MEMCPY2D`, one end of it.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -225,8 +240,20 @@ fn boxed(copy: Copy3d, stream: Stream) -> Outcome {
     submit(stream, Operation::Copy(copy.resolved()?))
 }
 
+fn boxed_now(copy: Copy3d, stream: Stream) -> Outcome {
+    finish(stream)?;
+    boxed(copy, stream)?;
+    finish(stream)
+}
+
 fn array_to(to: Place, from: Place, bytes: usize, stream: Stream) -> Outcome {
     submit(stream, Operation::Copy(Copy { to, from, extent: [bytes as u64, 1, 1] }))
+}
+
+fn array_now(to: Place, from: Place, bytes: usize, stream: Stream) -> Outcome {
+    finish(stream)?;
+    array_to(to, from, bytes, stream)?;
+    finish(stream)
 }
 
 fn in_array(handle: u64, offset: usize) -> Place {
@@ -260,19 +287,19 @@ fn fill(
 
 api! {
     fn cuMemcpy, cuMemcpy_ptds(to: u64, from: u64, bytes: usize) {
-        linear(to, from, bytes, Stream::new(0, PER_THREAD))
+        linear_now(to, from, bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyAsync, cuMemcpyAsync_ptsz(to: u64, from: u64, bytes: usize, stream: u64) {
         linear(to, from, bytes, Stream::new(stream, PER_THREAD))
     }
     fn cuMemcpyHtoD_v2, cuMemcpyHtoD_v2_ptds(to: u64, from: u64, bytes: usize) {
-        linear(to, from, bytes, Stream::new(0, PER_THREAD))
+        linear_now(to, from, bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyHtoDAsync_v2, cuMemcpyHtoDAsync_v2_ptsz(to: u64, from: u64, bytes: usize, stream: u64) {
         linear(to, from, bytes, Stream::new(stream, PER_THREAD))
     }
     fn cuMemcpyDtoH_v2, cuMemcpyDtoH_v2_ptds(to: u64, from: u64, bytes: usize) {
-        linear(to, from, bytes, Stream::new(0, PER_THREAD))
+        linear_now(to, from, bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyDtoHAsync_v2, cuMemcpyDtoHAsync_v2_ptsz(to: u64, from: u64, bytes: usize, stream: u64) {
         linear(to, from, bytes, Stream::new(stream, PER_THREAD))
@@ -304,26 +331,26 @@ api! {
         array_to(in_array(to, offset), Place::plain(from), bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyAtoH_v2, cuMemcpyAtoH_v2_ptds(to: u64, from: u64, offset: usize, bytes: usize) {
-        array_to(Place::plain(to), in_array(from, offset), bytes, Stream::new(0, PER_THREAD))
+        array_now(Place::plain(to), in_array(from, offset), bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyAtoHAsync_v2, cuMemcpyAtoHAsync_v2_ptsz(to: u64, from: u64, offset: usize, bytes: usize, stream: u64) {
         array_to(Place::plain(to), in_array(from, offset), bytes, Stream::new(stream, PER_THREAD))
     }
     fn cuMemcpyHtoA_v2, cuMemcpyHtoA_v2_ptds(to: u64, offset: usize, from: u64, bytes: usize) {
-        array_to(in_array(to, offset), Place::plain(from), bytes, Stream::new(0, PER_THREAD))
+        array_now(in_array(to, offset), Place::plain(from), bytes, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpyHtoAAsync_v2, cuMemcpyHtoAAsync_v2_ptsz(to: u64, offset: usize, from: u64, bytes: usize, stream: u64) {
         array_to(in_array(to, offset), Place::plain(from), bytes, Stream::new(stream, PER_THREAD))
     }
 
     fn cuMemcpy2D_v2, cuMemcpy2D_v2_ptds, cuMemcpy2DUnaligned_v2, cuMemcpy2DUnaligned_v2_ptds(copy: In<Copy2d>) {
-        boxed(copy.get()?.into(), Stream::new(0, PER_THREAD))
+        boxed_now(copy.get()?.into(), Stream::new(0, PER_THREAD))
     }
     fn cuMemcpy2DAsync_v2, cuMemcpy2DAsync_v2_ptsz(copy: In<Copy2d>, stream: u64) {
         boxed(copy.get()?.into(), Stream::new(stream, PER_THREAD))
     }
     fn cuMemcpy3D_v2, cuMemcpy3D_v2_ptds, cuMemcpy3DPeer, cuMemcpy3DPeer_ptds(copy: In<Copy3d>) {
-        boxed(copy.get()?, Stream::new(0, PER_THREAD))
+        boxed_now(copy.get()?, Stream::new(0, PER_THREAD))
     }
     fn cuMemcpy3DAsync_v2, cuMemcpy3DAsync_v2_ptsz, cuMemcpy3DPeerAsync, cuMemcpy3DPeerAsync_ptsz(
         copy: In<Copy3d>, stream: u64

@@ -35,6 +35,7 @@ use crate::{
     stream::Streams,
     visible,
     vmm::Physicals,
+    work::Working,
 };
 
 /// Made by the first `cuInit` that succeeds.
@@ -51,6 +52,8 @@ pub(crate) struct Driver {
     /// In a page that a forked child finds wiped.
     here: &'static AtomicU32,
     tables: Mutex<Tables>,
+    /// Work that takes time. Locked after the tables, never before.
+    pub work: Working,
 }
 
 /// Everything that the process has made.
@@ -91,7 +94,7 @@ pub(crate) fn init() -> Outcome {
     }
     let here = wiped_in_children().ok_or(OUT_OF_MEMORY)?;
     here.store(1, Relaxed);
-    let _ = DRIVER.set(Driver { link, devices, here, tables: Mutex::default() });
+    let _ = DRIVER.set(Driver { link, devices, here, tables: Mutex::default(), work: Working::default() });
     Ok(())
 }
 
@@ -147,6 +150,16 @@ impl Driver {
 
     pub(crate) fn state(&self, gpu: usize) -> &Gpu {
         &self.link.state.gpus[gpu]
+    }
+
+    /// Counts a launch. Without threads it is work that was counted before.
+    pub(crate) fn count_kernel(&self, gpu: usize, threads: u64) {
+        if threads == 0 {
+            return;
+        }
+        let client = &self.link.state.clients[self.link.slot];
+        client.launches[gpu].fetch_add(1, Relaxed);
+        client.threads[gpu].fetch_add(threads, Relaxed);
     }
 
     /// Takes bytes of a GPU for this process.

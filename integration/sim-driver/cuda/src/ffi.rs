@@ -24,6 +24,7 @@ pub(crate) const PEER_ACCESS_NOT_ENABLED: Error = Error(705);
 pub(crate) const CONTEXT_IS_DESTROYED: Error = Error(709);
 pub(crate) const HOST_MEMORY_ALREADY_REGISTERED: Error = Error(712);
 pub(crate) const HOST_MEMORY_NOT_REGISTERED: Error = Error(713);
+pub(crate) const NOT_READY: Error = Error(600);
 pub(crate) const NOT_SUPPORTED: Error = Error(801);
 pub(crate) const SYSTEM_DRIVER_MISMATCH: Error = Error(803);
 pub(crate) const STREAM_CAPTURE_UNSUPPORTED: Error = Error(900);

@@ -16,7 +16,7 @@ use crate::{
     launch::kernel,
     managed::gpu_of,
     memory::Kind,
-    stream::{HostFunction, Operation, Stream, perform},
+    stream::{HostFunction, Operation, Stream},
 };
 
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`.
@@ -39,7 +39,7 @@ impl What {
             Self::Work(Operation::Kernel { .. }) => 0,
             Self::Work(Operation::Copy(_)) => 1,
             Self::Work(Operation::Fill(_)) => 2,
-            Self::Work(Operation::Host { .. }) => 3,
+            Self::Work(Operation::Host { .. } | Operation::Callback { .. }) => 3,
             Self::Child { .. } => 4,
             Self::Work(Operation::Nothing | Operation::Prefetch { .. }) => 5,
             Self::Wait => 6,
@@ -202,10 +202,23 @@ fn launch(exec: u64, stream: Stream) -> Outcome {
     }
     tables.prepare(driver, exec)?;
     let steps = tables.graphs.executables.get(exec, INVALID_VALUE)?.steps.clone();
+    let lane = stream.lane(&mut tables, context)?;
     drop(tables);
+    if !steps.iter().any(|(_, what)| matches!(what, What::Allocate(_) | What::Free { .. })) {
+        let work = |(of, what): &(Option<&'static Context>, What)| match what {
+            What::Work(operation) => Some((of.unwrap_or(context), *operation)),
+            _ => None,
+        };
+        let all: Vec<_> = steps.iter().filter_map(work).collect();
+        return driver.work.submit_all(driver, context, &lane, &all);
+    }
+    // A graph with memory of its own goes step by step in the thread that launches it.
     for (of, what) in steps {
+        driver.work.wait_for_stream(driver, &lane)?;
         match what {
-            What::Work(operation) => perform(of.unwrap_or(context), &operation)?,
+            What::Work(operation) => {
+                driver.work.submit(driver, of.unwrap_or(context), &lane, &operation)?;
+            }
             What::Allocate(allocation) => driver.tables().allocate_in_graph(exec, of, allocation)?,
             What::Free { address } => {
                 let mut tables = driver.tables();

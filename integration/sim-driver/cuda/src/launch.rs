@@ -1,4 +1,4 @@
-//! Launches of kernels, by all ways. What a kernel computes is not simulated; it counts as done at once.
+//! Launches of kernels, by all ways. What a kernel computes is not simulated, only the time that it takes.
 
 use std::ffi::{c_int, c_void};
 
@@ -42,8 +42,8 @@ pub(crate) fn kernel(function: u64, grid: [u32; 3], block: [u32; 3]) -> Outcome<
     if blocks == 0 || threads == 0 || threads > MAX_THREADS || block[2] > 64 {
         return Err(INVALID_VALUE);
     }
-    crate::driver::tables()?.modules.launchable(function)?;
-    Ok(Operation::Kernel { threads: blocks.saturating_mul(threads) })
+    let duration = crate::driver::tables()?.modules.duration(function)?;
+    Ok(Operation::Kernel { threads: blocks.saturating_mul(threads), duration })
 }
 
 fn launch(function: u64, grid: [u32; 3], block: [u32; 3], stream: Stream) -> Outcome {

@@ -24,10 +24,12 @@ mod pointer;
 #[path = "../../shared/pointers.rs"]
 mod pointers;
 mod pool;
+mod sleep;
 mod space;
 mod stream;
 mod visible;
 mod vmm;
+mod work;
 
 /// Every name of the real library, and the table behind `cuGetProcAddress`.
 mod symbols {

@@ -253,10 +253,12 @@ impl Tables {
 /// A block that the program gives back with `cuMemFree`.
 pub(crate) fn free(address: u64) -> Outcome {
     let driver = driver()?;
-    current()?;
+    let context = current()?;
     if address == 0 {
         return Ok(());
     }
+    // As the real one does; kernels may still use the block.
+    driver.work.wait_for_context(driver, context)?;
     let mut tables = driver.tables();
     match tables.blocks.at(address).map(|block| block.kind).ok_or(INVALID_VALUE)? {
         Kind::Device | Kind::Managed { .. } | Kind::Pooled { .. } | Kind::Graph { .. } => {

@@ -28,6 +28,8 @@ struct Module {
 struct Function {
     name: CString,
     of: Of,
+    /// Nanoseconds that a launch takes.
+    duration: u64,
     /// The shape of a block, for launches of the old way.
     block: [u32; 3],
     attributes: HashMap<c_int, c_int>,
@@ -60,6 +62,11 @@ impl Modules {
         self.functions.get(function, INVALID_HANDLE).map(drop)
     }
 
+    /// Nanoseconds that a launch of it takes.
+    pub(crate) fn duration(&mut self, function: u64) -> Outcome<u64> {
+        self.functions.get(function, INVALID_HANDLE).map(|function| function.duration)
+    }
+
     pub(crate) fn set_block(&mut self, function: u64, block: [u32; 3]) -> Outcome {
         self.functions.get(function, INVALID_HANDLE)?.block = block;
         Ok(())
@@ -78,7 +85,8 @@ impl Modules {
         if !of.image.has(name) {
             return Err(NOT_FOUND);
         }
-        let new = self.functions.add(Function::new(name, Of::Module(module))?);
+        let duration = of.image.duration(name);
+        let new = self.functions.add(Function::new(name, Of::Module(module), duration)?);
         self.all.get(module, INVALID_HANDLE)?.functions.insert(name.to_owned(), new);
         Ok(new)
     }
@@ -92,16 +100,17 @@ impl Modules {
         if !of.image.has(name) {
             return Err(NOT_FOUND);
         }
-        let new = self.functions.add(Function::new(name, Of::Library(library))?);
+        let duration = of.image.duration(name);
+        let new = self.functions.add(Function::new(name, Of::Library(library), duration)?);
         self.libraries.get(library, INVALID_HANDLE)?.kernels.insert(name.to_owned(), new);
         Ok(new)
     }
 }
 
 impl Function {
-    fn new(name: &str, of: Of) -> Outcome<Self> {
+    fn new(name: &str, of: Of, duration: u64) -> Outcome<Self> {
         let name = CString::new(name).map_err(|_| NOT_FOUND)?;
-        Ok(Self { name, of, block: [1; 3], attributes: HashMap::new() })
+        Ok(Self { name, of, duration, block: [1; 3], attributes: HashMap::new() })
     }
 
     /// `CUfunction_attribute`: what is set, or what an ordinary kernel has.

@@ -1,18 +1,19 @@
-//! Streams and events, and the one way that work goes: `submit`. Work is done as soon as it is submitted, in the thread that
-//! submits it; a model of the time that it takes would put it into a queue here, and do it from there.
+//! Streams and events, and the one way that work goes: `submit`. What takes no time, and has nothing before it that does,
+//! is done as soon as it is submitted, in the thread that submits it; the rest stands in its stream (`work`).
 
 use std::{
     ffi::{c_int, c_void},
     sync::atomic::{AtomicU64, Ordering::Relaxed},
-    time::Instant,
+    time::Duration,
 };
 
 use crate::{
     capture::{Capture, capturing},
     context::{self, Context, current},
     copy::{Copy, Fill},
-    driver::{Registry, driver, tables},
+    driver::{Registry, Tables, driver, tables},
     ffi::{Error, INVALID_HANDLE, INVALID_VALUE, Out, Outcome, STREAM_CAPTURE_UNSUPPORTED, api},
+    work::Lane,
 };
 
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`.
@@ -51,19 +52,45 @@ impl Stream {
         let context = tables.streams.all.get(self.0, INVALID_HANDLE)?.context;
         tables.contexts.get(context)
     }
+
+    /// The stream, as what takes time knows it.
+    pub(crate) fn lane(self, tables: &mut Tables, context: &'static Context) -> Outcome<Lane> {
+        let (handle, gpu) = (context.handle(), context.gpu);
+        let lane = |key, alone| Lane { key, context: handle, gpu, legacy: self.0 == LEGACY, alone };
+        Ok(match self.0 {
+            LEGACY => lane((LEGACY, handle, 0), false),
+            PER_THREAD_DEFAULT => lane((PER_THREAD_DEFAULT, handle, own_thread()), false),
+            // CU_STREAM_NON_BLOCKING.
+            own => lane((own, 0, 0), tables.streams.all.get(own, INVALID_HANDLE)?.flags & 1 != 0),
+        })
+    }
+}
+
+/// A number of the calling thread.
+fn own_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! {
+        static OWN: u64 = NEXT.fetch_add(1, Relaxed);
+    }
+    // A thread that is ending has none any more.
+    OWN.try_with(|own| *own).unwrap_or(0)
 }
 
 /// A program's callback (`CUhostFn`).
 pub(crate) type HostFunction = extern "C" fn(*mut c_void);
+
+/// The older kind (`CUstreamCallback`).
+pub(crate) type Callback = extern "C" fn(u64, c_int, *mut c_void);
 
 /// Work.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Operation {
     /// Only its place in the order matters.
     Nothing,
-    /// A kernel, with so many threads. What it computes is not simulated.
+    /// A kernel, with so many threads, that takes so many nanoseconds. What it computes is not simulated.
     Kernel {
         threads: u64,
+        duration: u64,
     },
     Copy(Copy),
     Fill(Fill),
@@ -77,10 +104,26 @@ pub(crate) enum Operation {
         function: HostFunction,
         data: u64,
     },
+    /// The same in the older way.
+    Callback {
+        stream: u64,
+        function: Callback,
+        data: u64,
+    },
     /// An event happens.
     Record {
         event: u64,
     },
+}
+
+impl Operation {
+    /// Nanoseconds of the whole GPU that it takes.
+    pub(crate) fn duration(&self) -> u64 {
+        match self {
+            Self::Kernel { duration, .. } => *duration,
+            _ => 0,
+        }
+    }
 }
 
 struct StreamState {
@@ -94,7 +137,6 @@ struct StreamState {
 struct Event {
     context: context::Handle,
     flags: u32,
-    happened: Option<Instant>,
     /// Recorded into a graph that is being made.
     captured: Option<Capture>,
 }
@@ -130,7 +172,7 @@ impl Streams {
     }
 
     pub(crate) fn new_event(&mut self, context: &'static Context, flags: u32) -> u64 {
-        self.events.add(Event { context: context.handle(), flags, happened: None, captured: None })
+        self.events.add(Event { context: context.handle(), flags, captured: None })
     }
 
     /// Ends all parts in the making of a graph.
@@ -158,8 +200,9 @@ pub(crate) fn submit(stream: Stream, operation: Operation) -> Outcome {
     if let Some(capture) = capturing(&mut tables, stream)? {
         return tables.capture_operation(capture, context, operation);
     }
+    let lane = stream.lane(&mut tables, context)?;
     drop(tables);
-    perform(context, &operation)
+    driver.work.submit(driver, context, &lane, &operation)
 }
 
 /// Does work.
@@ -167,10 +210,8 @@ pub(crate) fn perform(context: &'static Context, operation: &Operation) -> Outco
     let driver = driver()?;
     match *operation {
         Operation::Nothing => Ok(()),
-        Operation::Kernel { threads } => {
-            let client = &driver.link.state.clients[driver.link.slot];
-            client.launches[context.gpu].fetch_add(1, Relaxed);
-            client.threads[context.gpu].fetch_add(threads, Relaxed);
+        Operation::Kernel { threads, .. } => {
+            driver.count_kernel(context.gpu, threads);
             Ok(())
         }
         Operation::Copy(copy) => driver.tables().copy(&copy),
@@ -183,8 +224,13 @@ pub(crate) fn perform(context: &'static Context, operation: &Operation) -> Outco
             function(data as *mut c_void);
             Ok(())
         }
+        Operation::Callback { stream, function, data } => {
+            function(stream, 0, data as *mut c_void);
+            Ok(())
+        }
         Operation::Record { event } => {
-            driver.tables().streams.events.get(event, INVALID_HANDLE)?.happened = Some(Instant::now());
+            driver.tables().streams.event(event)?;
+            driver.work.happens(event);
             Ok(())
         }
     }
@@ -218,13 +264,16 @@ fn ask<T>(stream: Stream, default: T, work: impl FnOnce(&StreamState) -> T) -> O
 }
 
 fn synchronize(stream: Stream) -> Outcome {
-    stream.context()?;
+    let context = stream.context()?;
     let driver = driver()?;
     let mut tables = driver.tables();
     if capturing(&mut tables, stream)?.is_some() {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
-    tables.settle(driver);
+    let lane = stream.lane(&mut tables, context)?;
+    drop(tables);
+    driver.work.wait_for_stream(driver, &lane)?;
+    driver.tables().settle(driver);
     Ok(())
 }
 
@@ -243,10 +292,16 @@ fn record(event: u64, stream: Stream) -> Outcome {
 }
 
 fn wait(stream: Stream, event: u64) -> Outcome {
-    stream.context()?;
-    let mut tables = tables()?;
+    let context = stream.context()?;
+    let driver = driver()?;
+    let mut tables = driver.tables();
     let Some(from) = tables.streams.events.get(event, INVALID_HANDLE)?.captured.clone() else {
-        return Ok(());
+        if capturing(&mut tables, stream)?.is_some() {
+            return Ok(());
+        }
+        let lane = stream.lane(&mut tables, context)?;
+        drop(tables);
+        return driver.work.order(driver, &lane, event);
     };
     if stream.is_default() {
         return Err(CAPTURED_EVENT);
@@ -270,18 +325,24 @@ api! {
         if Stream::new(stream, false).is_default() {
             return Err(INVALID_HANDLE);
         }
-        tables()?.streams.all.remove(stream, INVALID_HANDLE).map(drop)
+        tables()?.streams.all.remove(stream, INVALID_HANDLE)?;
+        driver()?.work.forget_stream(stream);
+        Ok(())
     }
 
     fn cuStreamSynchronize, cuStreamSynchronize_ptsz(stream: u64) { synchronize(Stream::new(stream, PER_THREAD)) }
 
     fn cuStreamQuery, cuStreamQuery_ptsz(stream: u64) {
         let stream = Stream::new(stream, PER_THREAD);
-        stream.context()?;
-        match capturing(&mut *tables()?, stream)? {
-            Some(_) => Err(STREAM_CAPTURE_UNSUPPORTED),
-            None => Ok(()),
+        let context = stream.context()?;
+        let driver = driver()?;
+        let mut tables = driver.tables();
+        if capturing(&mut tables, stream)?.is_some() {
+            return Err(STREAM_CAPTURE_UNSUPPORTED);
         }
+        let lane = stream.lane(&mut tables, context)?;
+        drop(tables);
+        driver.work.query_stream(driver, &lane)
     }
 
     fn cuStreamGetFlags, cuStreamGetFlags_ptsz(stream: u64, flags: Out<u32>) {
@@ -321,14 +382,12 @@ api! {
     }
 
     fn cuStreamAddCallback, cuStreamAddCallback_ptsz(
-        stream: u64, function: extern "C" fn(u64, c_int, *mut c_void), data: *mut c_void, flags: u32
+        stream: u64, function: Callback, data: u64, flags: u32
     ) {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        submit(Stream::new(stream, PER_THREAD), Operation::Nothing)?;
-        function(stream, 0, data);
-        Ok(())
+        submit(Stream::new(stream, PER_THREAD), Operation::Callback { stream, function, data })
     }
 
     fn cuLaunchHostFunc, cuLaunchHostFunc_ptsz(stream: u64, function: HostFunction, data: u64) {
@@ -345,7 +404,9 @@ api! {
     }
 
     fn cuEventDestroy, cuEventDestroy_v2(event: u64) {
-        tables()?.streams.events.remove(event, INVALID_HANDLE).map(drop)
+        tables()?.streams.events.remove(event, INVALID_HANDLE)?;
+        driver()?.work.forget_event(event);
+        Ok(())
     }
 
     fn cuEventRecord, cuEventRecord_ptsz(event: u64, stream: u64) { record(event, Stream::new(stream, PER_THREAD)) }
@@ -358,10 +419,11 @@ api! {
     }
 
     fn cuEventQuery(event: u64) {
-        match tables()?.streams.events.get(event, INVALID_HANDLE)?.captured {
-            Some(_) => Err(CAPTURED_EVENT),
-            None => Ok(()),
+        if tables()?.streams.events.get(event, INVALID_HANDLE)?.captured.is_some() {
+            return Err(CAPTURED_EVENT);
         }
+        let driver = driver()?;
+        driver.work.query_event(driver, event)
     }
 
     fn cuEventSynchronize(event: u64) {
@@ -370,19 +432,23 @@ api! {
         if tables.streams.events.get(event, INVALID_HANDLE)?.captured.is_some() {
             return Err(CAPTURED_EVENT);
         }
-        tables.settle(driver);
+        drop(tables);
+        driver.work.wait_for_event(driver, event)?;
+        driver.tables().settle(driver);
         Ok(())
     }
 
     fn cuEventElapsedTime, cuEventElapsedTime_v2(milliseconds: Out<f32>, start: u64, end: u64) {
         milliseconds.wanted()?;
-        let mut tables = tables()?;
-        let mut happened = |event: u64| {
-            let event = tables.streams.events.get(event, INVALID_HANDLE)?;
-            if event.flags & NO_TIMING != 0 { Err(INVALID_HANDLE) } else { event.happened.ok_or(INVALID_HANDLE) }
+        let driver = driver()?;
+        let happened = |event: u64| {
+            if driver.tables().streams.events.get(event, INVALID_HANDLE)?.flags & NO_TIMING != 0 {
+                return Err(INVALID_HANDLE);
+            }
+            driver.work.event_time(driver, event)
         };
         let (start, end) = (happened(start)?, happened(end)?);
-        let elapsed = if end >= start { (end - start).as_secs_f32() } else { -(start - end).as_secs_f32() };
-        milliseconds.put(elapsed * 1000.0)
+        let elapsed = Duration::from_nanos(end.abs_diff(start)).as_secs_f32() * 1000.0;
+        milliseconds.put(if end >= start { elapsed } else { -elapsed })
     }
 }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use crate::{
     models::model,
     state::{Facts, MAX_GPUS, MAX_LINKS, Peer},
+    time::Settings,
 };
 
 /// The one version of the file that this build reads.
@@ -80,6 +81,10 @@ pub struct Group {
     pub cpus: String,
     /// Number of the PCI switch that the GPU is behind, if any.
     pub pci_switch: Option<u32>,
+    /// Microseconds that a process has the GPU while another one waits.
+    pub time_slice_us: u32,
+    /// Microseconds that it takes to go to another process.
+    pub switch_us: u32,
 }
 
 /// A set of GPUs that are connected with each other.
@@ -131,6 +136,8 @@ impl Default for Group {
             numa: Some(0),
             cpus: String::new(),
             pci_switch: None,
+            time_slice_us: 2000,
+            switch_us: 10,
         }
     }
 }
@@ -211,6 +218,7 @@ impl Group {
         let (total, reserved) =
             (self.memory_mib.unwrap_or(model.memory_mib) << 20, self.reserved_mib.saturating_mul(1 << 20));
         ensure!(reserved < total, "reservedMib leaves nothing of the memory");
+        ensure!(self.time_slice_us > 0, "timeSliceUs must be at least 1");
         let (domain, bus, device) = match &self.pci {
             Some(text) => pci(text)?,
             None => (0, 0x10 + at, 0),
@@ -246,6 +254,10 @@ impl Group {
             mig_capable: u32::from(model.mig),
             nvlink: 0,
             links: [Peer::NONE; MAX_LINKS],
+            turns: Settings {
+                slice: u64::from(self.time_slice_us) * 1000,
+                switch: u64::from(self.switch_us) * 1000,
+            },
         };
         ensure!(
             !self.model.is_empty() && self.model.len() < facts.name.len() && self.model.is_ascii(),
@@ -379,6 +391,7 @@ mod tests {
             ("version: 1\ngpus: [{pci: '3b:00.0'}]", "00000000:3b:00.0"),
             ("version: 1\ngpus: [{cpus: 9-3}]", "lower"),
             ("version: 1\ngpus: [{memoryMib: 10, reservedMib: 10}]", "reservedMib"),
+            ("version: 1\ngpus: [{timeSliceUs: 0}]", "timeSliceUs"),
             ("version: 1\ngpus: [{}]\nlinks: [{gpus: [0, 1], by: nvlink, each: 1}]", "GPU 1"),
             ("version: 1\ngpus: [{count: 2}]\nlinks: [{gpus: [0, 1], by: nvlink, each: 19}]", "18 links"),
         ] {

@@ -32,7 +32,7 @@ use self::{ceilings::Ceilings, control::Control};
 use crate::{
     config::Machine,
     link::SOCKET,
-    state::{Mapped, State},
+    state::{MAX_GPUS, Mapped, State},
     wire::{self, Frame, WORDS, kind, request},
 };
 
@@ -95,7 +95,11 @@ pub struct Daemon {
     ceilings: Ceilings,
     /// The processes in the slots.
     processes: HashMap<usize, Process>,
+    ended: Ended,
 }
+
+/// Nanoseconds of each GPU that processes had which are gone, by process group.
+type Ended = HashMap<i32, [u64; MAX_GPUS]>;
 
 /// A process, by what tells its end: the process itself, and its connection, which also ends with an `exec`.
 struct Process {
@@ -129,6 +133,7 @@ impl Daemon {
             published: HashMap::new(),
             ceilings: Ceilings::default(),
             processes: HashMap::new(),
+            ended: HashMap::new(),
         };
         let control = root.join(CONTROL);
         free(&control, SocketType::STREAM)?;
@@ -193,7 +198,8 @@ impl Daemon {
             },
             Source::Control(listener) => {
                 if let Ok((stream, _)) = listener.accept() {
-                    Control { state: &self.state }.serve(stream);
+                    self.state.catch_up(&|slot| gone(&self.processes, slot));
+                    Control { state: &self.state, ended: &self.ended }.serve(stream);
                 }
             }
             Source::Client(_) => self.hear(number),
@@ -201,6 +207,7 @@ impl Daemon {
                 // Its connection may live on in a forked child, as a real driver's file descriptors do.
                 self.state.clients[*slot].gone.store(1, std::sync::atomic::Ordering::Relaxed);
                 self.state.unlock(*slot, &|slot| gone(&self.processes, slot));
+                self.state.drop_work(*slot, &|slot| gone(&self.processes, slot));
                 // The descriptor stays, to be asked; it has told its end.
                 epoll::delete(&self.epoll, &self.processes[slot].pidfd)?;
                 self.sources.remove(&number);
@@ -273,6 +280,12 @@ impl Daemon {
         for memory in used {
             self.sweep(memory);
         }
+        self.state.drop_work(slot, &|slot| gone(&self.processes, slot));
+        let group = self.state.clients[slot].group.load(std::sync::atomic::Ordering::Relaxed);
+        let ended = self.ended.entry(group).or_default();
+        for (sum, busy) in ended.iter_mut().zip(self.state.busy(slot)) {
+            *sum += busy;
+        }
         self.state.dismiss(slot, &|slot| gone(&self.processes, slot));
     }
 
@@ -332,6 +345,9 @@ impl Daemon {
                 }
                 _ => refuse(libc::ENOENT),
             },
+            (request::CATCH_UP, _, _) => {
+                Ok(([self.state.catch_up(&|slot| gone(&self.processes, slot)), 0, 0], None))
+            }
             (request::SET_CEILING, _, Some(gpu)) => {
                 if !root {
                     return refuse(libc::EPERM);
@@ -358,7 +374,10 @@ impl Daemon {
         let pidfd = Pid::from_raw(pid)
             .ok_or(io::ErrorKind::NotConnected.into())
             .and_then(|pid| Ok::<_, io::Error>(pidfd_open(pid, PidfdFlags::empty())?))?;
-        let slot = self.state.admit(pid).ok_or(io::Error::from_raw_os_error(libc::EAGAIN))?;
+        // A process that is just ending has none any more.
+        let group =
+            rustix::process::getpgid(Pid::from_raw(pid)).map_or(0, |group| group.as_raw_nonzero().get());
+        let slot = self.state.admit(pid, group).ok_or(io::Error::from_raw_os_error(libc::EAGAIN))?;
         self.processes.insert(slot, Process { pidfd, socket });
         self.ceilings.bind(&self.state, slot, pid, &|slot| gone(&self.processes, slot));
         let process = self.add(Source::Process { slot })?;

@@ -9,6 +9,7 @@
 
 mod facts;
 mod lock;
+mod time;
 
 use std::{
     io,
@@ -30,6 +31,7 @@ use rustix::{
 pub use self::facts::{Facts, Peer, text};
 pub use self::lock::Gone;
 use self::lock::{Lock, Locked};
+pub use self::time::{GpuTurns, now};
 
 /// GPUs at most.
 pub const MAX_GPUS: usize = 16;
@@ -52,7 +54,7 @@ pub const CEILINGS_DEEP: usize = 4;
 /// Events that are remembered.
 pub const EVENTS: usize = 256;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"simgpud2");
+const MAGIC: u64 = u64::from_le_bytes(*b"simgpud3");
 
 /// One GPU.
 #[repr(C, align(64))]
@@ -72,6 +74,8 @@ pub struct Gpu {
 pub struct Client {
     /// Its process ID on the host; 0 for a free slot.
     pub pid: AtomicI32,
+    /// Its process group, when it came.
+    pub group: AtomicI32,
     /// Set when the process is gone, but something still holds its connection: a forked child.
     pub gone: AtomicU32,
     /// Contexts that it has on each GPU.
@@ -148,6 +152,8 @@ pub struct State {
     pub ceilings: [Ceiling; MAX_CEILINGS],
     /// The processes, and the daemon's own slot.
     pub clients: [Client; MAX_CLIENTS + 1],
+    /// Whose turn it is at each GPU. Large; pages of it that nobody touches take no memory.
+    turns: [GpuTurns; MAX_GPUS],
 }
 
 /// The mapped state.
@@ -189,6 +195,9 @@ impl Mapped {
         state.gpu_count = u32::try_from(facts.len()).unwrap_or(0);
         for (gpu, facts) in state.gpus.iter_mut().zip(facts) {
             gpu.facts = *facts;
+        }
+        for (turns, facts) in state.turns.iter().zip(facts) {
+            turns.set(facts.turns);
         }
     }
 
@@ -311,10 +320,11 @@ impl State {
     }
 
     /// Gives a free slot to the process `pid`.
-    pub fn admit(&self, pid: i32) -> Option<usize> {
+    pub fn admit(&self, pid: i32, group: i32) -> Option<usize> {
         let slot = (0..MAX_CLIENTS).find(|slot| self.clients[*slot].pid.load(Relaxed) == 0)?;
         let client = &self.clients[slot];
         client.gone.store(0, Relaxed);
+        client.group.store(group, Relaxed);
         client.pid.store(pid, Release);
         let high = u32::try_from(slot + 1).unwrap_or(u32::MAX);
         self.high.fetch_max(high, Release);
@@ -326,6 +336,7 @@ impl State {
         let locked = self.gpus[gpu].lock.acquire_for_module(gone);
         if locked.stolen {
             self.recount(gpu);
+            self.repair_turns(gpu);
         }
         locked
     }
@@ -352,6 +363,10 @@ impl State {
             client.held[gpu].store(0, Relaxed);
             for bound in &client.bound[gpu] {
                 bound.store(0, Relaxed);
+            }
+            if gpu < self.gpus().len() {
+                self.turns[gpu].advance(now());
+                self.turns[gpu].end(slot);
             }
             self.recount(gpu);
         }

@@ -44,6 +44,8 @@ pub mod request {
     pub const SET_CEILING: u64 = 8;
     /// Answer: soft, hard and used bytes of the cgroup whose folder is sent along, on a GPU.
     pub const GET_CEILING: u64 = 9;
+    /// Brings all GPUs up to the present time. Answer: that, in nanoseconds of `CLOCK_MONOTONIC`.
+    pub const CATCH_UP: u64 = 10;
 }
 
 /// Kinds of processes.

@@ -14,6 +14,7 @@ mod pointers;
 mod sensors;
 mod smi;
 mod system;
+mod utilization;
 
 /// Every name of the real library that is not modelled.
 mod symbols {

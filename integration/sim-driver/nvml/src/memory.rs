@@ -1,10 +1,10 @@
-//! Memory of GPUs, the processes that use it, and how busy both are. Processes have the host's PIDs.
+//! Memory of GPUs, and the processes that use it. Processes have the host's PIDs.
 
 use std::{ffi::c_void, sync::atomic::Ordering::Relaxed};
 
 use crate::{
     device::{Device, Found, find},
-    ffi::{INVALID_VALUE, NO_DATA, NOT_SUPPORTED, Out, Outcome, VERSION_MISMATCH, api, put_list, version_of},
+    ffi::{INVALID_VALUE, Out, Outcome, VERSION_MISMATCH, api, put_list, version_of},
 };
 
 /// `nvmlMemory_t`.
@@ -72,14 +72,6 @@ pub(crate) struct DetailList {
     details: Out<Detail>,
 }
 
-/// `nvmlUtilization_t`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub(crate) struct Utilization {
-    gpu: u32,
-    memory: u32,
-}
-
 /// A process with a context on a GPU, and the bytes of it that it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Running {
@@ -114,14 +106,6 @@ fn whole(Running { pid, bytes }: Running) -> Process {
 fn none(device: Device, count: Out<u32>) -> Outcome {
     find(device)?;
     count.put(0)
-}
-
-/// Work takes no time yet, so nothing is ever busy.
-fn idle(device: Device, busy: Out<u32>, period: Out<u32>) -> Outcome {
-    find(device)?;
-    busy.put(0)?;
-    // Microseconds of a sample.
-    period.put(167_000)
 }
 
 api! {
@@ -182,37 +166,6 @@ api! {
         };
         let count = list.cast::<u32>().within(2);
         put_list(count, wanted.details, &all)
-    }
-
-    fn nvmlDeviceGetUtilizationRates(device: Device, to: Out<Utilization>) {
-        find(device)?;
-        to.put(Utilization { gpu: 0, memory: 0 })
-    }
-
-    fn nvmlDeviceGetEncoderUtilization, nvmlDeviceGetDecoderUtilization, nvmlDeviceGetJpgUtilization,
-        nvmlDeviceGetOfaUtilization(device: Device, busy: Out<u32>, period: Out<u32>) {
-        idle(device, busy, period)
-    }
-
-    fn nvmlDeviceGetProcessUtilization(device: Device, to: *const c_void, count: Out<u32>, since: u64) {
-        let _ = (to, since);
-        find(device)?;
-        count.put(0)?;
-        // As the real library answers while no process is busy.
-        Err(crate::ffi::NOT_FOUND)
-    }
-
-    fn nvmlDeviceGetSamples(
-        device: Device, kind: u32, since: u64, value_type: Out<u32>, count: Out<u32>, to: *const c_void
-    ) {
-        let _ = (since, to);
-        find(device)?;
-        if kind > 9 {
-            return Err(NOT_SUPPORTED);
-        }
-        value_type.put(1)?;
-        count.put(0)?;
-        Err(NO_DATA)
     }
 
     fn nvmlDeviceGetEncoderStats(device: Device, sessions: Out<u32>, rate: Out<u32>, latency: Out<u32>) {

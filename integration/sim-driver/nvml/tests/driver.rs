@@ -290,3 +290,40 @@ fn the_real_nvidia_smi_runs_on_it() {
         assert!(topology.contains(shown), "{shown} is not in\n{topology}");
     }
 }
+
+#[test]
+fn utilization_is_told_of_samples_that_are_over_for_each_busy_process() {
+    let driver = Driver::start("version: 1\ngpus: [{count: 2}]");
+    let nvml = driver.nvml().unwrap();
+    let [gpu, other] = [0, 1].map(|index| nvml.device_by_index(index).unwrap());
+    assert_eq!(gpu.utilization_rates().unwrap().gpu, 0);
+    assert!(matches!(gpu.process_utilization_stats(None), Err(NvmlError::NotFound)));
+    let link = Link::to(&driver.root().join(SOCKET), driver.root().into(), kind::CUDA).unwrap();
+    // Work without an end.
+    link.state.at_gpu(link.slot, 0, |turns| turns.want(link.slot, u64::MAX >> 1));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while gpu.utilization_rates().unwrap().gpu < 100 {
+        assert!(Instant::now() < deadline, "the GPU is never busy");
+        thread::sleep(Duration::from_millis(20));
+    }
+    let all = gpu.process_utilization_stats(None).unwrap();
+    assert_eq!((all.len(), all[0].pid), (1, std::process::id()));
+    assert!((1..=100).contains(&all[0].sm_util), "{all:?}");
+    // A sample is told once to who asks for newer ones.
+    let mut newest = all[0].timestamp;
+    while Instant::now() < deadline {
+        match gpu.process_utilization_stats(newest) {
+            Err(NvmlError::NotFound) => thread::sleep(Duration::from_millis(20)),
+            answer => {
+                let next = &answer.unwrap()[0];
+                assert!(next.timestamp > newest + 100_000, "{} after {newest}", next.timestamp);
+                assert_eq!(next.sm_util, 100);
+                newest = next.timestamp;
+                break;
+            }
+        }
+    }
+    assert!(newest > all[0].timestamp);
+    assert_eq!(other.utilization_rates().unwrap().gpu, 0);
+    assert!(other.process_utilization_stats(None).is_err());
+}

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::state::State;
+use crate::state::{MAX_GPUS, State};
 
 /// `nvmlEventTypeXidCriticalError`.
 const XID: u64 = 8;
@@ -83,6 +83,7 @@ pub fn ask(root: &Path, command: &Command) -> Result<Value> {
 
 pub(super) struct Control<'a> {
     pub state: &'a State,
+    pub ended: &'a super::Ended,
 }
 
 impl Control<'_> {
@@ -144,25 +145,31 @@ impl Control<'_> {
                     "usableBytes": gpu.facts.usable(),
                     "usedBytes": self.state.used(at),
                     "lost": gpu.lost.load(SeqCst) != 0,
+                    "atNs": self.state.turns(at).now(),
                 })
             })
             .collect();
         let processes: Vec<Value> = self
             .state
             .clients()
-            .map(|(_, client)| {
+            .map(|(slot, client)| {
                 let of = |what: &dyn Fn(usize) -> u64| (0..gpus.len()).map(what).collect::<Vec<_>>();
                 json!({
                     "pid": client.pid.load(Relaxed),
+                    "group": client.group.load(Relaxed),
                     "gone": client.gone.load(Relaxed) != 0,
                     "contexts": of(&|gpu| client.contexts[gpu].load(Relaxed).into()),
                     "launches": of(&|gpu| client.launches[gpu].load(Relaxed)),
                     "threads": of(&|gpu| client.threads[gpu].load(Relaxed)),
+                    "busyNs": of(&|gpu| self.state.turns(gpu).had(slot)),
                     "heldBytes": of(&|gpu| client.held(gpu)),
                     "sharedBytes": of(&|gpu| client.shared[gpu].load(Relaxed)),
                 })
             })
             .collect();
-        json!({ "gpus": gpus, "processes": processes })
+        let of =
+            |(group, busy): (&i32, &[u64; MAX_GPUS])| json!({ "group": group, "busyNs": busy[..gpus.len()] });
+        let ended: Vec<Value> = self.ended.iter().map(of).collect();
+        json!({ "gpus": gpus, "processes": processes, "ended": ended })
     }
 }

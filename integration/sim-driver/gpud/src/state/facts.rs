@@ -1,6 +1,7 @@
 //! What a GPU is.
 
 use super::{MAX_GPUS, MAX_LINKS};
+use crate::time::Settings;
 
 /// What an NVLink leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,6 +84,8 @@ pub struct Facts {
     pub nvlink: u32,
     /// What its links lead to.
     pub links: [Peer; MAX_LINKS],
+    /// How it goes from one process to the next.
+    pub turns: Settings,
 }
 
 impl Facts {

@@ -14,6 +14,7 @@ const STRETCHES: usize = 64;
 
 /// How a GPU goes from one process to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Settings {
     /// Nanoseconds that a process has the GPU while another one waits.
     pub slice: u64,
@@ -348,6 +349,10 @@ impl<const N: usize> Turns<N> {
     pub fn soonest(&self, process: usize, had: u64) -> u64 {
         let from = match self.holder() {
             Some(holder) if holder == process => self.now().max(self.ready.load(Relaxed)),
+            // Not before the holder stops.
+            Some(_) if self.places[process].queued.load(Relaxed) != 0 => {
+                self.next_stop().unwrap_or(0).max(self.now())
+            }
             _ => self.now(),
         };
         from.saturating_add(had.saturating_sub(self.had(process)))
