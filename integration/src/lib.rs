@@ -18,5 +18,6 @@ mod plugins;
 pub mod pod;
 pub mod probe;
 pub mod process;
+pub mod share;
 pub mod teardown;
 pub mod vcuda;

@@ -1,5 +1,6 @@
 //! What vcuda costs when a pod is created: the same pods with it and without it, turn by turn in one run, so that
-//! what else the machine does hits both alike. Started by `integration/bench`.
+//! what else the machine does hits both alike; with `share`, what shares of a GPU's time are worth. Started by
+//! `integration/bench`.
 
 #![forbid(unsafe_code)]
 
@@ -9,25 +10,34 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use integration::{
     cache::Line,
     host::Options,
     node::Node,
     pod::{Container, Pod},
+    share,
 };
 use serde::Serialize;
 
 /// Measures the creation of pods with vcuda and without it.
 #[derive(Parser)]
-#[command(version)]
+#[command(version, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    other: Option<Other>,
     /// How many times each kind of pod is created.
     #[arg(long, default_value_t = 40)]
     rounds: usize,
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     json: bool,
+}
+
+/// What else there is to measure.
+#[derive(Subcommand)]
+enum Other {
+    Share(share::Arguments),
 }
 
 /// Time from the admission of a pod to its container's start, in milliseconds.
@@ -62,9 +72,12 @@ impl Spread {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let outcome = tokio::runtime::Runtime::new()
-        .context("tokio")
-        .and_then(|runtime| runtime.block_on(measure(&arguments)));
+    let outcome = match &arguments.other {
+        Some(Other::Share(arguments)) => share::run(arguments),
+        None => tokio::runtime::Runtime::new()
+            .context("tokio")
+            .and_then(|runtime| runtime.block_on(measure(&arguments))),
+    };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
