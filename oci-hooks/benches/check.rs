@@ -41,7 +41,8 @@ fn main() {
     let whole = || {
         let rootfs = Rootfs::open(root).unwrap();
         let seen =
-            check::rootfs(rootfs, String::new(), command.clone(), Limits::default(), &mut |_| {}).unwrap();
+            check::rootfs(rootfs, String::new(), command.clone(), Limits::default(), None, &mut |_| {})
+                .unwrap();
         let report = seen.report(&node);
         assert!(report.files >= FILES as u64 && report.bytes > 4 << 30, "{report:?}");
     };

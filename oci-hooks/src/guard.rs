@@ -7,6 +7,7 @@
 //! It says one sentence on refusal: thing, reason, remedy. The runtime carries it into the pod's events. It knows
 //! neither NRI nor kubelet nor how the hook is called.
 
+mod image;
 mod mounts;
 mod preload;
 
@@ -30,9 +31,10 @@ use crate::{
         Finding, Severity,
         elf::Depth,
         files::{Trouble, host_file, host_read},
-        start::{self, Command, Shim},
+        start::Command,
     },
     rootfs::Rootfs,
+    scans::Scans,
     verdicts,
 };
 
@@ -252,8 +254,8 @@ fn verify(
         ShareKind::Whole => Ok(Vec::new()),
         ShareKind::Share => {
             let folder = ShareFolder::new(&paths.shares(), &name);
-            verify_mounts(paths, rootfs, &record, &folder)?;
-            let findings = verify_image(paths, images, container, rootfs, &record)?;
+            let version = verify_mounts(paths, rootfs, &record, &folder)?;
+            let findings = verify_image(paths, images, container, rootfs, &record, &folder, &version)?;
             preload::compose(rootfs, &folder)
                 .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;
             Ok(findings)
@@ -288,20 +290,21 @@ fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecor
     Ok((name, record))
 }
 
-/// All that enforces the share is where it works.
+/// All that enforces the share is where it works. The driver's version is returned.
 fn verify_mounts(
     paths: &Paths,
     rootfs: &Rootfs,
     record: &ShareRecord,
     folder: &ShareFolder,
-) -> Result<(), Refusal> {
+) -> Result<String, Refusal> {
     let who = || Who::of(record);
     let inventory = Inventory::load(&paths.inventory())
         .map_err(|error| Refusal::Node { who: who(), reason: error.to_string() })?;
     for mount in mounts::expected(paths, &inventory.driver, folder) {
         mount.verify(rootfs).map_err(|mounted| Refusal::Mount { who: who(), mounted: Box::new(mounted) })?;
     }
-    verify_limits(record, folder)
+    verify_limits(record, folder)?;
+    Ok(inventory.driver.version)
 }
 
 /// The image can run under the shim, or the node says that this is no matter.
@@ -311,34 +314,40 @@ fn verify_image(
     container: &Container,
     rootfs: &Rootfs,
     record: &ShareRecord,
+    folder: &ShareFolder,
+    driver_version: &str,
 ) -> Result<Vec<Finding>, Refusal> {
+    // Of an earlier start of this container.
+    verdicts::forget_warning(folder);
     let policy = images.of(&record.pod.namespace);
     if policy == Policy::Off {
         return Ok(Vec::new());
     }
     let node = |reason: String| Refusal::Node { who: Who::of(record), reason };
-    let shim = host_file(&paths.shim(), Depth::Linking).map_err(|Trouble(reason)| {
+    let shim = host_file(&paths.shim(), Depth::Whole).map_err(|Trouble(reason)| {
         node(format!("the shim cannot be read: {reason}; install vcuda on this node again"))
     })?;
-    let Some(shim) = shim.elf() else {
-        return Err(node(format!(
-            "{} is no library; install vcuda on this node again",
-            paths.shim().display()
-        )));
-    };
     let config = config(&container.bundle).map_err(node)?;
     let command = config.process.unwrap_or_default();
-    let findings = start::judge(rootfs, &command, Shim::of(shim)).map_err(|Trouble(reason)| {
-        node(format!(
-            "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
-        ))
-    })?;
+    let scans = Scans::below(&paths.state);
+    let looked =
+        image::look(&scans, rootfs, &command, &shim, driver_version).map_err(|Trouble(reason)| {
+            node(format!(
+                "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
+            ))
+        })?;
+    let findings = looked.findings;
     let worst = findings.iter().find(|finding| finding.severity == Severity::Refuse);
     let refused = worst.filter(|_| policy == Policy::Enforce);
+    // What follows is memory only: a full disk is no reason to keep a container from starting.
     if let Some(image) = config.annotations.get(IMAGE_NAME) {
         let pod = format!("{}/{}", record.pod.namespace, record.pod.name);
-        // A full disk is no reason to keep a container from starting: it is a memory only.
-        let _ = verdicts::remember(&paths.state, image, pod, &findings, refused.is_none());
+        let _ = verdicts::remember(&paths.state, image, looked.layers, pod, &findings, refused.is_none());
+    }
+    if refused.is_none()
+        && let Some(finding) = worst
+    {
+        let _ = verdicts::warn(folder, &container.id, finding);
     }
     match refused {
         Some(finding) => Err(Refusal::Unfit { who: Who::of(record), finding: Box::new(finding.clone()) }),

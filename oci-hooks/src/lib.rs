@@ -11,5 +11,6 @@ pub mod links;
 pub mod node;
 pub mod rootfs;
 pub mod running;
+pub mod scans;
 pub mod state;
 pub mod verdicts;

@@ -17,7 +17,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{self, AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat},
+    fs::{self, AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat, StatxAttributes, StatxFlags},
     io::Errno,
     mount::{OpenTreeFlags, open_tree},
 };
@@ -117,6 +117,14 @@ impl Rootfs {
     /// Where the root is on the host. For messages: what is in it is reached by the methods only.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The ID of the mount whose root this is, as in `/proc/<pid>/mountinfo`; `None` for a folder within a mount.
+    pub fn mount(&self) -> Option<u64> {
+        let flags = AtFlags::EMPTY_PATH | AtFlags::NO_AUTOMOUNT;
+        let stat = fs::statx(&self.fd, "", flags, StatxFlags::MNT_ID).ok()?;
+        let known = StatxFlags::from_bits_retain(stat.stx_mask).contains(StatxFlags::MNT_ID);
+        (known && stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some(stat.stx_mnt_id)
     }
 
     /// What `path` is, symlinks followed within the root; `None` where there is nothing.

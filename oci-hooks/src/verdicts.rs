@@ -10,6 +10,7 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
+use ledger::ShareFolder;
 use serde::{Deserialize, Serialize};
 
 use crate::compat::{Finding, Severity, check::Verdict, files::host_read};
@@ -29,6 +30,9 @@ const MAX_NAME: usize = 512;
 pub struct Seen {
     /// The image, as the runtime names it.
     pub image: String,
+    /// Its layers as they lie on this node, by name, where they are known: a tag may have moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<String>,
     /// How it fared the last time.
     pub verdict: Verdict,
     /// Whether its container was started all the same.
@@ -47,27 +51,80 @@ pub struct Seen {
     pub starts: u64,
 }
 
+/// Findings that another driver may change.
+const OF_THE_DRIVER: &[&str] = &["cuda-driver-too-old", "symbol-missing"];
+
+impl Seen {
+    /// Why it was refused, if it was for something that no driver changes.
+    pub fn unfit_on_any_driver(&self) -> Option<String> {
+        let own = self.findings.first().is_some_and(|id| !OF_THE_DRIVER.contains(&id.as_str()));
+        self.reason.clone().filter(|_| own && self.verdict == Verdict::DoesNotFit)
+    }
+}
+
+/// What was seen, as metrics in the text format of Prometheus. The last start of each image tells its verdict.
+pub fn metrics(seen: &[Seen]) -> String {
+    let mut text = String::from(
+        "# HELP vcuda_image_starts_total Starts of containers with a GPU share that the guard looked at.\n\
+         # TYPE vcuda_image_starts_total counter\n",
+    );
+    let label = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    let image = |seen: &Seen| {
+        format!(
+            "image=\"{}\",layers=\"{}\"",
+            label(&seen.image),
+            seen.layers.as_deref().map(label).unwrap_or_default()
+        )
+    };
+    for seen in seen {
+        let verdict = match seen.verdict {
+            Verdict::Fits => "fits",
+            Verdict::DoesNotFit => "does-not-fit",
+            Verdict::Unknown => "unknown",
+        };
+        let (image, started, starts) = (image(seen), seen.started, seen.starts);
+        text.push_str(&format!(
+            "vcuda_image_starts_total{{{image},verdict=\"{verdict}\",started=\"{started}\"}} {starts}\n"
+        ));
+    }
+    text.push_str(
+        "# HELP vcuda_image_finding What the guard found in an image at its last start.\n\
+         # TYPE vcuda_image_finding gauge\n",
+    );
+    for seen in seen {
+        for finding in &seen.findings {
+            text.push_str(&format!(
+                "vcuda_image_finding{{{},finding=\"{}\"}} 1\n",
+                image(seen),
+                label(finding)
+            ));
+        }
+    }
+    text
+}
+
 /// The folder of verdicts, below the state folder.
 pub fn folder(state: &Path) -> PathBuf {
     state.join("verdicts")
 }
 
-/// Remembers that `image` was looked at for `pod`.
+/// Remembers that `image`, made of `layers`, was looked at for `pod`.
 ///
 /// # Errors
 /// The folder cannot be written.
 pub fn remember(
     state: &Path,
     image: &str,
+    layers: Option<String>,
     pod: String,
     findings: &[Finding],
     started: bool,
 ) -> io::Result<()> {
     let folder = folder(state);
     let image: String = image.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
-    let path = folder.join(file_name(&image));
+    let path = folder.join(file_name(&image, layers.as_deref()));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let before = read(&path).filter(|seen| seen.image == image);
+    let before = read(&path).filter(|seen: &Seen| seen.image == image && seen.layers == layers);
     if before.is_none() {
         fs::create_dir_all(&folder)?;
         make_room(&folder)?;
@@ -86,6 +143,7 @@ pub fn remember(
         last_seen: now,
         starts: before.map_or(0, |seen| seen.starts).saturating_add(1),
         image,
+        layers,
     };
     // Whole or not at all, and not synced: a crash may forget it.
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
@@ -114,13 +172,50 @@ fn read(path: &Path) -> Option<Seen> {
 }
 
 /// An image's name may hold anything; its file's name does not. Two with one hash share a file in turn.
-fn file_name(image: &str) -> String {
+fn file_name(image: &str, layers: Option<&str>) -> String {
     let mut hasher = DefaultHasher::new();
-    image.hash(&mut hasher);
+    (image, layers).hash(&mut hasher);
     format!("{:016x}.json", hasher.finish())
 }
 
-fn make_room(folder: &Path) -> io::Result<()> {
+/// What was let pass in a container that runs, for its owner to know.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Warning {
+    /// The container.
+    pub container: String,
+    /// Stable name of the worst finding.
+    pub id: String,
+    /// It as a sentence.
+    pub sentence: String,
+}
+
+/// Leaves a warning in the folder of a share, and with it gone.
+///
+/// # Errors
+/// It cannot be written.
+pub fn warn(share: &ShareFolder, container: &str, finding: &Finding) -> io::Result<()> {
+    let warning =
+        Warning { container: container.into(), id: finding.id.into(), sentence: finding.sentence() };
+    fs::write(warning_path(share), serde_json::to_vec(&warning)?)
+}
+
+/// The warning of a share, if its container was started with one.
+pub fn warning(share: &ShareFolder) -> Option<Warning> {
+    serde_json::from_slice(&host_read(&warning_path(share), MAX_BYTES).ok()?).ok()
+}
+
+pub(crate) fn forget_warning(share: &ShareFolder) {
+    // There is none, mostly.
+    let _ = fs::remove_file(warning_path(share));
+}
+
+fn warning_path(share: &ShareFolder) -> PathBuf {
+    share.path().join("warning.json")
+}
+
+/// Removes the oldest files of a folder that has [`MAX_IMAGES`].
+pub(crate) fn make_room(folder: &Path) -> io::Result<()> {
     let mut files: Vec<(SystemTime, PathBuf)> = fs::read_dir(folder)?
         .flatten()
         .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
@@ -150,9 +245,9 @@ mod tests {
     fn an_image_is_remembered_with_its_last_verdict() {
         let state = tempfile::tempdir().unwrap();
         assert!(list(state.path()).unwrap().is_empty());
-        remember(state.path(), "a:1", "x/p".into(), &[musl()], false).unwrap();
-        remember(state.path(), "b:1", "x/q".into(), &[], true).unwrap();
-        remember(state.path(), "a:1", "x/r".into(), &[musl()], true).unwrap();
+        remember(state.path(), "a:1", None, "x/p".into(), &[musl()], false).unwrap();
+        remember(state.path(), "b:1", None, "x/q".into(), &[], true).unwrap();
+        remember(state.path(), "a:1", None, "x/r".into(), &[musl()], true).unwrap();
         let seen = list(state.path()).unwrap();
         assert_eq!(seen.len(), 2);
         let a = seen.iter().find(|seen| seen.image == "a:1").unwrap();
@@ -165,16 +260,45 @@ mod tests {
     }
 
     #[test]
+    fn one_name_with_other_layers_is_another_image() {
+        let state = tempfile::tempdir().unwrap();
+        remember(state.path(), "a:1", Some("0a".into()), "x/p".into(), &[musl()], false).unwrap();
+        remember(state.path(), "a:1", Some("0b".into()), "x/p".into(), &[], true).unwrap();
+        remember(state.path(), "a:1", Some("0b".into()), "x/p".into(), &[], true).unwrap();
+        let mut seen = list(state.path()).unwrap();
+        seen.sort_by_key(|seen| seen.starts);
+        let of: Vec<_> = seen.iter().map(|seen| (seen.layers.as_deref().unwrap(), seen.starts)).collect();
+        assert_eq!(of, [("0a", 1), ("0b", 2)]);
+        assert!(seen[0].unfit_on_any_driver().unwrap().contains("libc-musl"));
+        assert_eq!(seen[1].unfit_on_any_driver(), None);
+    }
+
+    #[test]
+    fn metrics_hold_whatever_an_image_is_called() {
+        let state = tempfile::tempdir().unwrap();
+        remember(state.path(), "a\"b\\c", Some("0a".into()), "x/p".into(), &[musl()], false).unwrap();
+        let text = metrics(&list(state.path()).unwrap());
+        let image = r#"image="a\"b\\c",layers="0a""#;
+        let starts =
+            format!("vcuda_image_starts_total{{{image},verdict=\"does-not-fit\",started=\"false\"}} 1\n");
+        assert!(text.contains(&starts), "{text}");
+        assert!(
+            text.contains(&format!("vcuda_image_finding{{{image},finding=\"libc-musl\"}} 1\n")),
+            "{text}"
+        );
+    }
+
+    #[test]
     fn names_of_any_kind_stay_in_the_folder_and_their_number_is_bounded() {
         let state = tempfile::tempdir().unwrap();
         for image in ["../../etc/passwd", "", "a\nb", &"x".repeat(10_000)] {
-            remember(state.path(), image, "x/p".into(), &[], true).unwrap();
+            remember(state.path(), image, None, "x/p".into(), &[], true).unwrap();
         }
         let seen = list(state.path()).unwrap();
         assert_eq!(seen.len(), 4);
         assert!(seen.iter().all(|seen| seen.image.len() <= MAX_NAME && !seen.image.contains('\n')));
         for n in 0..MAX_IMAGES + 20 {
-            remember(state.path(), &n.to_string(), "x/p".into(), &[], true).unwrap();
+            remember(state.path(), &n.to_string(), None, "x/p".into(), &[], true).unwrap();
         }
         assert_eq!(list(state.path()).unwrap().len(), MAX_IMAGES);
     }
@@ -182,7 +306,7 @@ mod tests {
     #[test]
     fn files_that_are_none_are_left_out() {
         let state = tempfile::tempdir().unwrap();
-        remember(state.path(), "a", "x/p".into(), &[], true).unwrap();
+        remember(state.path(), "a", None, "x/p".into(), &[], true).unwrap();
         fs::write(folder(state.path()).join("0000000000000000.json"), "{").unwrap();
         fs::write(folder(state.path()).join("x.tmp"), "{}").unwrap();
         assert_eq!(list(state.path()).unwrap().len(), 1);

@@ -20,10 +20,12 @@ use oci_hooks::{
         cuda::Driver,
         files::Files,
         start::Command,
+        survey::Survey,
     },
     node,
     rootfs::Rootfs,
     running::Running,
+    scans::Scans,
     verdicts,
 };
 use serde::Serialize;
@@ -86,6 +88,9 @@ enum What {
     },
     /// List the images with shares that this node has seen, and how they fared.
     List {
+        /// Write metrics, as node_exporter's textfile collector reads them.
+        #[arg(long)]
+        metrics: bool,
         #[command(flatten)]
         common: Common,
     },
@@ -97,6 +102,9 @@ enum What {
         /// All containers with a share that run on this node, as its ledger has them.
         #[arg(long)]
         running: bool,
+        /// All images with a share that this node has seen (`list`), from memory.
+        #[arg(long)]
+        seen: bool,
         /// Root of a driver, or a folder of its libraries; may be given more than once. Default: this node's.
         #[arg(long, value_name = "DIR")]
         driver: Vec<PathBuf>,
@@ -182,8 +190,9 @@ fn run(what: &What) -> Result<Verdict> {
     let limits = Limits::default();
     match what {
         What::Rootfs { dir, started, against, common } => {
-            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
-            let seen = see_folder(dir, started.command())?;
+            let file = common.load()?;
+            let node = node(&file, against.shim.as_deref(), against.driver.as_deref())?;
+            let seen = see_folder(dir, started.command(), &Scans::below(&file.paths.state))?;
             answer(&seen.report(&node), common.output)
         }
         What::Image { file, against, common } => {
@@ -191,10 +200,13 @@ fn run(what: &What) -> Result<Verdict> {
             answer(&see_archive(file)?.report(&node), common.output)
         }
         What::Container { id, containerd, against, common } => {
-            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
+            let file = common.load()?;
+            let node = node(&file, against.shim.as_deref(), against.driver.as_deref())?;
             let running = Running::find(&containerd.containerd_state, &containerd.namespace, id)?;
             let subject = format!("container {}", running.id);
-            let seen = check::rootfs(running.rootfs()?, subject, running.command, limits, &mut progress())?;
+            let scans = Scans::below(&file.paths.state).of_process(running.pid);
+            let (root, command) = (running.rootfs()?, running.command);
+            let seen = check::rootfs(root, subject, command, limits, Some(&scans), &mut progress())?;
             answer(&seen.report(&node), common.output)
         }
         What::Node { containerd, containerd_config, common } => {
@@ -202,12 +214,16 @@ fn run(what: &What) -> Result<Verdict> {
             output(&report, common.output, print::node)?;
             Ok(report.verdict)
         }
-        What::List { common } => {
+        What::List { metrics, common } => {
             let seen = verdicts::list(&common.load()?.paths.state)?;
+            if *metrics {
+                io::stdout().lock().write_all(verdicts::metrics(&seen).as_bytes())?;
+                return Ok(Verdict::Fits);
+            }
             output(&seen, common.output, |seen| print::seen(seen))?;
             Ok(Verdict::Fits)
         }
-        What::Matrix { list, running, driver, shim, containerd, common } => {
+        What::Matrix { list, running, seen, driver, shim, containerd, common } => {
             let file = common.load()?;
             let nodes: Vec<Node> = if driver.is_empty() {
                 vec![node(&file, shim.as_deref(), None)?]
@@ -215,7 +231,16 @@ fn run(what: &What) -> Result<Verdict> {
                 let of = |driver: &PathBuf| node(&file, shim.as_deref(), Some(driver));
                 driver.iter().map(of).collect::<Result<_>>()?
             };
-            let rows = matrix(list.as_deref(), running.then_some((&file, containerd)), &nodes)?;
+            if list.is_none() && !running && !seen {
+                bail!("nothing to check; give --list, --running or --seen");
+            }
+            let scans = Scans::below(&file.paths.state);
+            let running = running.then_some((&file, containerd));
+            let mut rows = matrix(list.as_deref(), running, &nodes, &scans)?;
+            if *seen {
+                let seen = verdicts::list(&file.paths.state)?;
+                rows.extend(seen.into_iter().map(|seen| remembered(&seen, &nodes, &scans)));
+            }
             output(&rows, common.output, |rows| print::matrix(rows, &nodes))?;
             let of = |row: &Row| worst(row.reports.iter().map(|report| report.verdict));
             let unless_error = |row: &Row| if row.error.is_some() { Verdict::Unknown } else { of(row) };
@@ -238,10 +263,11 @@ fn worst(verdicts: impl Iterator<Item = Verdict>) -> Verdict {
     })
 }
 
-fn see_folder(dir: &Path, command: Command) -> Result<Seen<Rootfs>> {
+fn see_folder(dir: &Path, command: Command, scans: &Scans) -> Result<Seen<Rootfs>> {
     let dir = std::path::absolute(dir).context("the folder's path cannot be completed")?;
     let subject = dir.display().to_string();
-    Ok(check::rootfs(Rootfs::open(&dir)?, subject, command, Limits::default(), &mut progress())?)
+    let root = Rootfs::open(&dir)?;
+    Ok(check::rootfs(root, subject, command, Limits::default(), Some(scans), &mut progress())?)
 }
 
 fn see_archive(file: &Path) -> Result<Seen<archive::Tree>> {
@@ -262,10 +288,8 @@ fn matrix(
     list: Option<&Path>,
     running: Option<(&NodeFile, &Containerd)>,
     nodes: &[Node],
+    scans: &Scans,
 ) -> Result<Vec<Row>> {
-    if list.is_none() && running.is_none() {
-        bail!("nothing to check; give --list, or --running");
-    }
     let mut rows = Vec::new();
     if let Some(list) = list {
         let text = std::fs::read_to_string(list).with_context(|| list.display().to_string())?;
@@ -273,7 +297,7 @@ fn matrix(
         for line in lines {
             let path = Path::new(line);
             rows.push(if path.is_dir() {
-                row(line.to_owned(), see_folder(path, Command::default()), nodes)
+                row(line.to_owned(), see_folder(path, Command::default(), scans), nodes)
             } else {
                 row(line.to_owned(), see_archive(path), nodes)
             });
@@ -290,7 +314,8 @@ fn matrix(
                 let found =
                     Running::find(&containerd.containerd_state, &containerd.namespace, &record.container.id)?;
                 let (root, limits) = (found.rootfs()?, Limits::default());
-                Ok(check::rootfs(root, subject.clone(), found.command, limits, &mut progress())?)
+                let (subject, scans) = (subject.clone(), scans.of_process(found.pid));
+                Ok(check::rootfs(root, subject, found.command, limits, Some(&scans), &mut progress())?)
             };
             rows.push(row(subject.clone(), see(), nodes));
         }
@@ -301,6 +326,19 @@ fn matrix(
         }));
     }
     Ok(rows)
+}
+
+/// An image that the guard has seen, judged anew from what was found in it then.
+fn remembered(seen: &verdicts::Seen, nodes: &[Node], scans: &Scans) -> Row {
+    let survey = seen.layers.as_deref().and_then(|layers| scans.by_id(layers));
+    let error = survey.is_none().then(|| {
+        "what is in it was not kept, since it is no overlay or was not seen whole; check its file with --list".to_owned()
+    });
+    let refused = seen.unfit_on_any_driver();
+    let report = |survey: &Survey, node| check::remembered(survey, seen.image.clone(), refused.clone(), node);
+    let reports =
+        survey.iter().flat_map(|survey| nodes.iter().map(move |node| report(survey, node))).collect();
+    Row { subject: seen.image.clone(), reports, error }
 }
 
 /// One that cannot be looked at is no reason not to look at the others.

@@ -7,6 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -18,7 +19,10 @@ use super::{
     start::{self, Command, Shim},
     survey::{Against, Survey},
 };
-use crate::rootfs::{Entry, Rootfs};
+use crate::{
+    rootfs::{Entry, Rootfs},
+    scans::Scans,
+};
 
 /// What an image is checked against.
 #[derive(Clone, Debug)]
@@ -123,7 +127,7 @@ pub struct Seen<F> {
 
 /// What was not seen of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Unseen {
+pub enum Unseen {
     /// Nothing.
     None,
     /// Some files; a single one can still be looked at by its path.
@@ -153,43 +157,63 @@ impl<F: Files> Seen<F> {
                 }
             }
             let driver = node.driver.as_ref();
-            let against = Against { driver, covered: &node.covered, machine: node.shim.machine };
+            let started = start::started(&self.files, &self.command);
+            let (covered, machine) = (&node.covered, node.shim.machine);
+            let against = Against { driver, covered, machine, started: started.as_deref() };
             findings.extend(self.survey.judge(against));
             findings.extend(loaded_first(&self.files, &self.command, node));
         }
-        findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
-        self.verdict(node, findings, incomplete)
-    }
-
-    fn verdict(&self, node: &Node, findings: Vec<Finding>, incomplete: Option<String>) -> Report {
-        let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
-        let verdict = match (&incomplete, refused) {
-            (_, true) => Verdict::DoesNotFit,
-            (Some(_), false) => Verdict::Unknown,
-            (None, false) if node.driver.is_none() && self.survey.has_cuda() => Verdict::Unknown,
-            (None, false) => Verdict::Fits,
-        };
-        let mut runtimes: Vec<_> = self.survey.runtimes().map(|(_, cuda)| cuda).collect();
-        runtimes.sort_unstable();
-        runtimes.dedup();
-        Report {
-            subject: self.subject.clone(),
-            verdict,
-            driver: node.driver.as_ref().map(|driver| driver.version.clone()),
-            driver_cuda: node.driver.as_ref().map(|driver| driver.cuda.to_string()),
-            shim_glibc: node.shim.glibc.to_string(),
-            runtimes: runtimes.iter().map(ToString::to_string).collect(),
-            findings,
-            files: self.survey.files,
-            elf: self.survey.elf,
-            bytes: self.survey.bytes,
-            incomplete,
-        }
+        report(&self.survey, self.subject.clone(), node, findings, incomplete)
     }
 }
 
-/// Looks at all of the root folder `rootfs`, from which `command` is started. `progress` is told how many files were
-/// seen, now and then.
+/// What is known of an image without its files: what was found in it once, and why it was refused then for a reason
+/// that no driver changes.
+pub fn remembered(survey: &Survey, subject: String, refused: Option<String>, node: &Node) -> Report {
+    let machine = node.shim.machine;
+    let against = Against { driver: node.driver.as_ref(), covered: &node.covered, machine, started: None };
+    let mut findings = survey.judge(against);
+    findings.extend(refused.map(|reason| {
+        Finding::refuse("image-unfit", reason, "so this node's guard found at its last start", "see there")
+    }));
+    report(survey, subject, node, findings, None)
+}
+
+fn report(
+    survey: &Survey,
+    subject: String,
+    node: &Node,
+    mut findings: Vec<Finding>,
+    incomplete: Option<String>,
+) -> Report {
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
+    let verdict = match (&incomplete, refused) {
+        (_, true) => Verdict::DoesNotFit,
+        (Some(_), false) => Verdict::Unknown,
+        (None, false) if node.driver.is_none() && survey.has_cuda() => Verdict::Unknown,
+        (None, false) => Verdict::Fits,
+    };
+    let mut runtimes: Vec<_> = survey.runtimes().map(|(_, cuda)| cuda).collect();
+    runtimes.sort_unstable();
+    runtimes.dedup();
+    Report {
+        subject,
+        verdict,
+        driver: node.driver.as_ref().map(|driver| driver.version.clone()),
+        driver_cuda: node.driver.as_ref().map(|driver| driver.cuda.to_string()),
+        shim_glibc: node.shim.glibc.to_string(),
+        runtimes: runtimes.iter().map(ToString::to_string).collect(),
+        findings,
+        files: survey.files,
+        elf: survey.elf,
+        bytes: survey.bytes,
+        incomplete,
+    }
+}
+
+/// Looks at all of the root folder `rootfs`, from which `command` is started. `scans` may know it already;
+/// `progress` is told how many files were seen, now and then.
 ///
 /// # Errors
 /// The root cannot be read at all.
@@ -198,8 +222,28 @@ pub fn rootfs(
     subject: String,
     command: Command,
     limits: Limits,
+    scans: Option<&Scans>,
     progress: &mut dyn FnMut(u64),
 ) -> Result<Seen<Rootfs>, Trouble> {
+    let (survey, unseen) = match scans {
+        Some(scans) => {
+            let scanned = scans.survey(&rootfs, limits, progress)?;
+            (scanned.survey, scanned.unseen)
+        }
+        None => survey(&rootfs, limits, progress)?,
+    };
+    Ok(Seen::new(rootfs, subject, command, survey, unseen))
+}
+
+/// Looks at all of the root folder `rootfs`, and says what was left out.
+///
+/// # Errors
+/// The root cannot be read at all.
+pub fn survey(
+    rootfs: &Rootfs,
+    limits: Limits,
+    progress: &mut dyn FnMut(u64),
+) -> Result<(Survey, Unseen), Trouble> {
     let start = Instant::now();
     let mut survey = Survey::default();
     let mut cut = false;
@@ -224,14 +268,18 @@ pub fn rootfs(
     } else {
         Unseen::None
     };
-    Ok(Seen::new(rootfs, subject, command, survey, unseen))
+    Ok((survey, unseen))
 }
 
 fn take(survey: &mut Survey, entry: &Entry<'_>) {
     if !may_be_elf(entry.path) {
         return survey.pass_by();
     }
-    let facts = entry.open().map_err(|reason| reason.to_string());
+    let facts = match entry.open() {
+        // A file of the node or of a volume on its place: none of the image's.
+        Err(Errno::XDEV) => return survey.pass_by(),
+        opened => opened.map_err(|reason| reason.to_string()),
+    };
     match facts.and_then(|file| Facts::of(&file, Depth::Symbols).map_err(|Trouble(reason)| reason)) {
         Ok(facts) => survey.take(entry.path, &facts),
         Err(reason) => survey.take_unreadable(entry.path, reason),
@@ -240,7 +288,7 @@ fn take(survey: &mut Survey, entry: &Entry<'_>) {
 
 /// Whether a file's name lets it be a program or library. Most files of an image are text by their name; to open
 /// each would take most of the time.
-fn may_be_elf(path: &Path) -> bool {
+pub(crate) fn may_be_elf(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
     extension.is_none_or(|extension| !TEXT_OR_DATA.contains(&extension))
 }

@@ -4,14 +4,17 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fmt, fs,
+    fmt,
+    fs::{self, File},
     path::{Path, PathBuf},
     sync::OnceLock,
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     elf::{Depth, Elf},
-    files::{Facts, Trouble, host_file},
+    files::{Facts, Trouble},
     text::Texts,
 };
 
@@ -38,7 +41,7 @@ pub struct Function {
 }
 
 /// A version of CUDA as its API counts: 12040 is 12.4.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Cuda(pub u32);
 
 impl Cuda {
@@ -117,7 +120,7 @@ const ASKED_BY_11: &[&str] =
     &["cuGetProcAddress", "cuMemAllocAsync", "cuMemPoolCreate", "cuGraphInstantiateWithFlags"];
 
 /// A CUDA runtime that an image brings or needs.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Runtime {
     /// The oldest CUDA that it can be of.
     pub cuda: Cuda,
@@ -126,7 +129,7 @@ pub struct Runtime {
 }
 
 /// How a file has to do with a runtime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum How {
     /// It is `libcudart.so`.
     Shared,
@@ -227,15 +230,20 @@ impl Driver {
 
     fn read(version: String, libcuda: &Path, nvml: &Path) -> Result<Self, Trouble> {
         let library = |path: &Path| {
-            let facts = host_file(path, Depth::Symbols)?;
-            let exports = facts.elf().map(|elf| elf.exports.clone());
-            exports.ok_or_else(|| Trouble(format!("{}: no library", path.display())))
+            let named = |reason: String| Trouble(format!("{}: {reason}", path.display()));
+            let file = File::open(path).map_err(|error| named(error.to_string()))?;
+            Elf::read(&file, Depth::Symbols).map_err(|error| named(error.to_string()))
         };
-        let mut exports: BTreeSet<String> = library(libcuda)?.into_iter().collect();
-        let cuda = exports.iter().filter_map(|name| function(name)).map(|function| function.introduced).max();
         // A driver without NVML is incomplete and still runs CUDA.
-        exports.extend(library(nvml).unwrap_or_default());
-        Ok(Self { version, cuda: cuda.unwrap_or_default(), exports })
+        Ok(Self::of(version, library(libcuda)?, library(nvml).ok()))
+    }
+
+    /// The driver of which these are the libraries.
+    pub fn of(version: String, libcuda: Elf, nvml: Option<Elf>) -> Self {
+        let mut exports: BTreeSet<String> = libcuda.exports.into_iter().collect();
+        let cuda = exports.iter().filter_map(|name| function(name)).map(|function| function.introduced).max();
+        exports.extend(nvml.map(|nvml| nvml.exports).unwrap_or_default());
+        Self { version, cuda: cuda.unwrap_or_default(), exports }
     }
 
     /// Whether it answers to a function asked for by its plain name, in any version (`cuGetProcAddress`).

@@ -67,6 +67,9 @@ pub trait Files {
 
     /// The contents of `path`, at most `limit` bytes; `None` where there is nothing.
     fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble>;
+
+    /// `path` without a link in it; `None` where there is nothing.
+    fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble>;
 }
 
 impl Facts {
@@ -129,6 +132,10 @@ impl Files for Rootfs {
 
     fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble> {
         Ok(Rootfs::read(self, path, limit)?)
+    }
+
+    fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {
+        Ok(self.resolve(path)?)
     }
 }
 

@@ -90,6 +90,12 @@ pub fn judge<F: Files + ?Sized>(files: &F, command: &Command, shim: Shim) -> Res
     Ok(findings)
 }
 
+/// The program that the kernel ends up starting for `command`, without a link in its path.
+pub fn started<F: Files + ?Sized>(files: &F, command: &Command) -> Option<PathBuf> {
+    let (path, _) = program(files, command).ok()?.ok()?;
+    files.real(&path).ok()?
+}
+
 fn judge_program<F: Files + ?Sized>(
     files: &F,
     path: &Path,

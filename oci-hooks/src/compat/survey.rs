@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     Finding,
     cuda::{Covered, Cuda, Driver, How, Runtime, is_libcuda, is_nvml},
@@ -21,7 +23,7 @@ const SHOWN: usize = 5;
 const STUB_BYTES: u64 = 4 << 20;
 
 /// What was found in an image's files.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survey {
     /// Regular files.
     pub files: u64,
@@ -41,7 +43,7 @@ pub struct Survey {
 }
 
 /// A file that is linked to a driver library.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Linked {
     path: PathBuf,
     bind_now: bool,
@@ -49,7 +51,7 @@ struct Linked {
 }
 
 /// A list with a ceiling.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Few<T> {
     kept: Vec<T>,
     count: u64,
@@ -79,6 +81,9 @@ pub struct Against<'a> {
     pub covered: &'a Covered,
     /// The shim's machine (`e_machine`): files of another are passed by.
     pub machine: u16,
+    /// The program that is started, without links: what keeps it from loading keeps the container from working,
+    /// which is more than can be said of any other file.
+    pub started: Option<&'a Path>,
 }
 
 impl Survey {
@@ -148,7 +153,7 @@ impl Survey {
         let mut findings = Vec::new();
         if let Some(driver) = against.driver {
             self.judge_runtimes(driver, &mut findings);
-            self.judge_missing(driver, &mut findings);
+            self.judge_missing(driver, against.started, &mut findings);
         } else if self.has_cuda() {
             findings.push(Finding::info(
                 "driver-unknown",
@@ -219,7 +224,7 @@ impl Survey {
         }
     }
 
-    fn judge_missing(&self, driver: &Driver, findings: &mut Vec<Finding>) {
+    fn judge_missing(&self, driver: &Driver, started: Option<&Path>, findings: &mut Vec<Finding>) {
         let mut missing: Vec<(&Linked, Vec<&str>)> = self
             .linked
             .kept
@@ -239,20 +244,15 @@ impl Survey {
                 shown(names.iter().map(ToString::to_string), names.len() as u64)
             );
             let remedy = "install a newer driver on the node, or use an image made for this one";
-            let finding = if linked.bind_now {
-                Finding::refuse(
-                    "symbol-missing",
-                    what,
-                    "it binds all at once, so it does not load at all",
-                    remedy,
-                )
+            let why = if linked.bind_now {
+                "it binds all at once, so it does not load at all"
             } else {
-                Finding::warn(
-                    "symbol-missing",
-                    what,
-                    "a program dies when it first calls one of them",
-                    remedy,
-                )
+                "a program dies when it first calls one of them"
+            };
+            let finding = if linked.bind_now && started == Some(&linked.path) {
+                Finding::refuse("symbol-missing", what, why, remedy)
+            } else {
+                Finding::warn("symbol-missing", what, why, remedy)
             };
             findings.push(finding.at(&linked.path));
         }

@@ -27,7 +27,7 @@ fn driver(cuda: u32, exports: &[&str]) -> Driver {
 fn judge(survey: &Survey, driver: Option<&Driver>, covered: &[&str]) -> Vec<(&'static str, Severity)> {
     let covered = Covered(covered.iter().map(ToString::to_string).collect::<BTreeSet<_>>());
     survey
-        .judge(Against { driver, covered: &covered, machine: MACHINE })
+        .judge(Against { driver, covered: &covered, machine: MACHINE, started: Some(Path::new("/bin/app")) })
         .iter()
         .map(|finding| (finding.id, finding.severity))
         .collect()
@@ -99,7 +99,18 @@ fn a_linked_function_that_the_driver_lacks_is_told_by_when_it_fails() {
     }
     let mut image = Survey::default();
     image.take(Path::new("/lib/liba.so"), &facts);
-    assert_eq!(judge(&image, Some(&old), &[]), [("symbol-missing", Severity::Refuse)]);
+    assert_eq!(
+        judge(&image, Some(&old), &[]),
+        [("symbol-missing", Severity::Warn)],
+        "it may never be loaded"
+    );
+    let mut image = Survey::default();
+    image.take(Path::new("/bin/app"), &facts);
+    assert_eq!(
+        judge(&image, Some(&old), &[]),
+        [("symbol-missing", Severity::Refuse)],
+        "it is what is started"
+    );
 }
 
 #[test]
@@ -161,6 +172,11 @@ fn an_image_full_of_one_kind_of_file_keeps_few_of_them() {
         survey.take(Path::new(&format!("/{n}")), &broken);
     }
     assert_eq!((survey.broken.kept.len(), survey.broken.count), (KEPT, KEPT as u64 * 2));
-    let findings = survey.judge(Against { driver: None, covered: &Covered::default(), machine: MACHINE });
+    let findings = survey.judge(Against {
+        driver: None,
+        covered: &Covered::default(),
+        machine: MACHINE,
+        started: Some(Path::new("/bin/app")),
+    });
     assert!(findings[0].what.ends_with("more"), "{}", findings[0].what);
 }

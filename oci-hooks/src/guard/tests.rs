@@ -382,6 +382,46 @@ fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
 }
 
 #[test]
+fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning() {
+    with_own_mounts(
+        "an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning",
+        || {
+            let rig = Rig::mounted();
+            let driver = rig.folder.path().join("libcuda");
+            let exports = vec!["cuInit", "cuMemAlloc_v2", "cuLaunchKernelEx"];
+            write(&driver, &Maker { soname: Some("libcuda.so.1"), exports, ..Maker::default() }.make());
+            rig.mount(&driver, place::REAL_CUDA, true);
+            let bring = |name: &'static str| {
+                rig.image(&format!("opt/{name}"), &Maker { soname: Some(name), ..Maker::default() }.make());
+            };
+            bring("libcudart.so.11.0");
+            assert!(
+                rig.guard().unwrap().is_empty(),
+                "the node's own files in the container are none of the image's"
+            );
+            fs::remove_file(rig.in_root("opt/libcudart.so.11.0")).unwrap();
+
+            bring("libcudart.so.13");
+            let refused = rig.refusal();
+            assert!(
+                refused.contains("[cuda-driver-too-old]") && refused.contains("580 or newer"),
+                "{refused}"
+            );
+            assert_eq!(verdicts::warning(&rig.share()), None);
+
+            assert_eq!(rig.guard_under(Policy::Warn).unwrap()[0].id, "cuda-driver-too-old");
+            let warning = verdicts::warning(&rig.share()).unwrap();
+            assert_eq!((warning.container.as_str(), warning.id.as_str()), (ID, "cuda-driver-too-old"));
+            assert!(refused.ends_with(&warning.sentence), "{warning:?}");
+
+            // Of another start: a warning that does not hold any more is gone.
+            assert!(rig.guard_under(Policy::Off).unwrap().is_empty());
+            assert_eq!(verdicts::warning(&rig.share()), None);
+        },
+    );
+}
+
+#[test]
 fn the_images_own_preloads_are_kept_behind_the_shim() {
     with_own_mounts("the_images_own_preloads_are_kept_behind_the_shim", || {
         let expected = format!("{}\n/opt/jemalloc.so\nlibfoo.so\n", place::SHIM);

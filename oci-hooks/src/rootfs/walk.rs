@@ -34,10 +34,13 @@ pub struct Unseen {
     pub unreadable: u64,
     /// Folders deeper than is gone.
     pub too_deep: u64,
+    /// Devices, FIFOs and sockets, which are never looked into.
+    pub special: u64,
 }
 
 impl Entry<'_> {
-    /// Opens it for reading. Should a FIFO have taken its place meanwhile, it is not waited for.
+    /// Opens it for reading; `XDEV` where something else is mounted on it. Should a FIFO have taken its place
+    /// meanwhile, it is not waited for.
     pub fn open(&self) -> Result<File, Errno> {
         let flags = OFlags::RDONLY
             | OFlags::NOFOLLOW
@@ -45,9 +48,13 @@ impl Entry<'_> {
             | OFlags::NOCTTY
             | OFlags::NOATIME
             | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_XDEV;
+        let open = |flags| fs::openat2(self.folder, self.name, flags, Mode::empty(), resolve);
         // NOATIME is for the owner and root only.
-        let file = fs::openat(self.folder, self.name, flags, Mode::empty())
-            .or_else(|_| fs::openat(self.folder, self.name, flags - OFlags::NOATIME, Mode::empty()))?;
+        let file = match open(flags) {
+            Err(Errno::PERM) => open(flags - OFlags::NOATIME)?,
+            opened => opened?,
+        };
         Ok(File::from(file))
     }
 }
@@ -107,7 +114,8 @@ impl Rootfs {
                 FileType::RegularFile if visit(&Entry { folder, name, path: &path }).is_break() => {
                     return Ok(unseen);
                 }
-                _ => {}
+                FileType::RegularFile | FileType::Symlink => {}
+                _ => unseen.special += 1,
             }
             path.pop();
         }
@@ -144,7 +152,7 @@ mod tests {
             .unwrap();
         seen.sort();
         let expected = ["a/b/z", "a/y", "x"].map(|name| (Path::new("/").join(name), name.to_owned()));
-        assert_eq!((seen.as_slice(), unseen), (&expected[..], Unseen::default()));
+        assert_eq!((seen.as_slice(), unseen), (&expected[..], Unseen { special: 1, ..Unseen::default() }));
     }
 
     #[test]
@@ -166,6 +174,6 @@ mod tests {
         assert_eq!(rootfs.walk(&mut visit).unwrap().unreadable, 0);
         assert_eq!(count, 1);
         let unseen = rootfs.walk(&mut |_| ControlFlow::Continue(())).unwrap();
-        assert_eq!(unseen, Unseen { unreadable: 0, too_deep: 1 });
+        assert_eq!(unseen, Unseen { too_deep: 1, ..Unseen::default() });
     }
 }

@@ -40,7 +40,7 @@ impl Tree {
         self.refused += layer.refused;
         // They speak of the layers below, wherever they stand in this one.
         for path in layer.opaque {
-            if let Some(path) = self.real(&path) {
+            if let Some(path) = self.followed(&path) {
                 self.remove_below(&path);
             }
         }
@@ -96,7 +96,7 @@ impl Tree {
     /// Where an entry of that name goes: its folder with links followed, its last name as it is.
     fn place(&self, path: &Path) -> Option<PathBuf> {
         let name = path.file_name()?;
-        Some(self.real(path.parent()?)?.join(name))
+        Some(self.followed(path.parent()?)?.join(name))
     }
 
     fn remove(&mut self, path: &Path) {
@@ -119,7 +119,7 @@ impl Tree {
     }
 
     /// `path` with all links followed; `None` where they have no end. What is not there is taken as it is named.
-    fn real(&self, path: &Path) -> Option<PathBuf> {
+    fn followed(&self, path: &Path) -> Option<PathBuf> {
         let mut left: VecDeque<OsString> = VecDeque::new();
         let push = |left: &mut VecDeque<OsString>, path: &Path| {
             for part in path.components().rev() {
@@ -158,7 +158,7 @@ impl Tree {
 
 impl Files for Tree {
     fn look(&self, path: &Path, _: Depth) -> Result<Option<Facts>, Trouble> {
-        let held = self.real(path).and_then(|path| self.nodes.get(&path));
+        let held = self.followed(path).and_then(|path| self.nodes.get(&path));
         Ok(held.map(|held| match held {
             Held::File(file) => file.0.clone(),
             Held::Folder | Held::Special | Held::Link(_) => Facts { mode: 0, size: 0, kind: Kind::Special },
@@ -166,7 +166,7 @@ impl Files for Tree {
     }
 
     fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble> {
-        let Some(real) = self.real(path) else { return Ok(None) };
+        let Some(real) = self.followed(path) else { return Ok(None) };
         match self.nodes.get(&real) {
             None => Ok(None),
             Some(Held::File(file)) => match &file.1 {
@@ -178,5 +178,9 @@ impl Files for Tree {
             },
             Some(_) => Err(Trouble(format!("{}: no regular file", path.display()))),
         }
+    }
+
+    fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {
+        Ok(self.followed(path).filter(|path| self.nodes.contains_key(path)))
     }
 }

@@ -1,0 +1,248 @@
+//! What was found in whole roots, kept so that the next look at the same files costs next to nothing.
+//!
+//! A container's root is an overlay. Its lower layers are its image's: unpacked once, never changed after. What was
+//! found in it is kept under the layers' identity, and holds for every container of that image, as long as its own
+//! layer, the upper one, brings no program or library and hides no file. The guard's look at an image that the node
+//! has seen is then a few `stat`s.
+//!
+//! It is a memory: what is missing, broken or not to be trusted is looked at anew. It knows nothing of drivers or
+//! shares: what was found is judged each time.
+
+use std::{
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    ops::ControlFlow,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    compat::{
+        check::{self, Limits, Unseen},
+        files::{Trouble, host_read},
+        survey::Survey,
+    },
+    rootfs::{Entry, Rootfs},
+    verdicts::make_room,
+};
+
+/// A file has below 100 KiB, of the largest images.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// Layers of an image; Docker allows 127.
+const MAX_LAYERS: usize = 500;
+
+/// What a container's own layer may have before it counts as changed: at its start there are some mount points.
+const MAX_OWN_FILES: u64 = 2_000;
+
+/// Raised when the same files would be understood in another way.
+const VERSION: u32 = 1;
+
+/// Everything that was found in whole roots on this node.
+#[derive(Clone, Debug)]
+pub struct Scans {
+    folder: PathBuf,
+    /// Mounts as the process sees them whose root is looked at.
+    mountinfo: PathBuf,
+}
+
+/// A file of the store.
+#[derive(Serialize, Deserialize)]
+struct Kept {
+    version: u32,
+    /// Whose it is, in full: the file's name is a hash only.
+    layers: Vec<Layer>,
+    survey: Survey,
+}
+
+/// A lower layer of an overlay, and which folder it is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+struct Layer {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+    /// When it was unpacked, in nanoseconds since 1970.
+    changed: i128,
+}
+
+/// The layers of an image, as they lie on this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layers(Vec<Layer>);
+
+/// What is in a root.
+#[derive(Clone, Debug)]
+pub struct Scanned {
+    /// What was found.
+    pub survey: Survey,
+    /// What was not seen.
+    pub unseen: Unseen,
+    /// The image's layers, where the root is an overlay that is as it was made.
+    pub layers: Option<Layers>,
+}
+
+/// What an overlay is made of.
+#[derive(Debug, PartialEq, Eq)]
+struct Overlay {
+    lower: Vec<PathBuf>,
+    upper: Option<PathBuf>,
+}
+
+impl Layers {
+    /// A name for them that is the same for every container of the image on this node.
+    pub fn id(&self) -> String {
+        let mut hasher = DefaultHasher::new();
+        (VERSION, &self.0).hash(&mut hasher);
+        format!("{:016x}", hasher.finish())
+    }
+}
+
+impl Scans {
+    /// The store below the state folder.
+    pub fn below(state: &Path) -> Self {
+        Self { folder: state.join("scans"), mountinfo: "/proc/self/mountinfo".into() }
+    }
+
+    /// The same for roots of the process `pid`.
+    pub fn of_process(&self, pid: u32) -> Self {
+        Self { mountinfo: format!("/proc/{pid}/mountinfo").into(), ..self.clone() }
+    }
+
+    /// What is in `rootfs`, from memory where it is known. What was seen whole is remembered.
+    ///
+    /// # Errors
+    /// The root cannot be read at all.
+    pub fn survey(
+        &self,
+        rootfs: &Rootfs,
+        limits: Limits,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Scanned, Trouble> {
+        let layers = self.layers(rootfs);
+        if let Some(survey) = layers.as_ref().and_then(|layers| self.known(layers)) {
+            return Ok(Scanned { survey, unseen: Unseen::None, layers });
+        }
+        let (survey, unseen) = check::survey(rootfs, limits, progress)?;
+        if let (Unseen::None, Some(layers)) = (&unseen, &layers) {
+            // A full disk costs the next look its time, no more.
+            let _ = self.keep(layers, &survey);
+        }
+        Ok(Scanned { survey, unseen, layers })
+    }
+
+    /// The layers of which `rootfs` is made, if nothing in it but them can matter.
+    pub fn layers(&self, rootfs: &Rootfs) -> Option<Layers> {
+        let overlay = Overlay::find(rootfs.mount()?, &fs::read_to_string(&self.mountinfo).ok()?)?;
+        if overlay.lower.len() > MAX_LAYERS || !overlay.upper.is_none_or(|upper| is_harmless(&upper)) {
+            return None;
+        }
+        let layer = |path: PathBuf| {
+            let stat = fs::symlink_metadata(&path).ok().filter(fs::Metadata::is_dir)?;
+            let changed = i128::from(stat.ctime()) * 1_000_000_000 + i128::from(stat.ctime_nsec());
+            Some(Layer { device: stat.dev(), inode: stat.ino(), changed, path })
+        };
+        overlay.lower.into_iter().map(layer).collect::<Option<_>>().map(Layers)
+    }
+
+    /// What was found in these layers.
+    pub fn known(&self, layers: &Layers) -> Option<Survey> {
+        let bytes = host_read(&self.path(&layers.id()), MAX_BYTES).ok()?;
+        let kept: Kept = serde_json::from_slice(&bytes).ok()?;
+        (kept.version == VERSION && kept.layers == layers.0).then_some(kept.survey)
+    }
+
+    /// What was found in the layers that have this name.
+    pub fn by_id(&self, id: &str) -> Option<Survey> {
+        // A name in the folder and nothing else.
+        let plain = !id.is_empty() && id.bytes().all(|c| c.is_ascii_hexdigit());
+        let bytes = host_read(&self.path(id), MAX_BYTES).ok().filter(|_| plain)?;
+        let kept: Kept = serde_json::from_slice(&bytes).ok()?;
+        (kept.version == VERSION).then_some(kept.survey)
+    }
+
+    fn keep(&self, layers: &Layers, survey: &Survey) -> io::Result<()> {
+        let kept = Kept { version: VERSION, layers: layers.0.clone(), survey: survey.clone() };
+        fs::create_dir_all(&self.folder)?;
+        make_room(&self.folder)?;
+        let path = self.path(&layers.id());
+        // Whole or not at all, and not synced: a crash may forget it.
+        let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+        fs::write(&temporary, serde_json::to_vec(&kept)?)?;
+        fs::rename(&temporary, &path)
+    }
+
+    fn path(&self, id: &str) -> PathBuf {
+        self.folder.join(format!("{id}.json"))
+    }
+}
+
+/// Whether the upper layer of an overlay leaves what was found in the lower ones as it is: it hides nothing, and
+/// brings neither program nor library. Whiteouts are devices.
+fn is_harmless(upper: &Path) -> bool {
+    let mut files = 0;
+    let mut harmless = true;
+    let mut visit = |entry: &Entry<'_>| {
+        files += 1;
+        harmless = files <= MAX_OWN_FILES && !is_elf(entry);
+        if harmless { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    };
+    let left = Rootfs::open(upper).and_then(|upper| upper.walk(&mut visit));
+    harmless && left.is_ok_and(|left| left.unreadable + left.too_deep + left.special == 0)
+}
+
+/// Whether it begins like a program or library; one that cannot be read may be one.
+fn is_elf(entry: &Entry<'_>) -> bool {
+    use std::os::unix::fs::FileExt;
+    let mut magic = [0; 4];
+    match entry.open() {
+        Ok(file) => file.read_at(&mut magic, 0).is_err() || magic == *b"\x7fELF",
+        Err(_) => true,
+    }
+}
+
+impl Overlay {
+    /// The overlay that is the mount `id`, from the text of a `mountinfo` (proc_pid_mountinfo(5)). A part of an
+    /// overlay is none.
+    fn find(id: u64, mountinfo: &str) -> Option<Self> {
+        let id = id.to_string();
+        let line = mountinfo.lines().find(|line| line.split(' ').next() == Some(id.as_str()))?;
+        let (mount, file_system) = line.split_once(" - ")?;
+        let root = mount.split(' ').nth(3)?;
+        let mut words = file_system.split(' ');
+        if root != "/" || words.next()? != "overlay" {
+            return None;
+        }
+        let options = words.nth(1)?;
+        // Names that would have to be escaped: no snapshotter has such.
+        if options.contains('\\') {
+            return None;
+        }
+        let mut lower = Vec::new();
+        let mut upper = None;
+        for option in options.split(',') {
+            match option.split_once('=') {
+                Some(("lowerdir" | "lowerdir+", paths)) => {
+                    lower.extend(paths.split(':').filter(|path| !path.is_empty()).map(PathBuf::from));
+                }
+                Some(("upperdir", path)) => upper = Some(PathBuf::from(path)),
+                _ => {}
+            }
+        }
+        // containerd shortens long lists: paths from the folder of all snapshots, as is the upper one's
+        // (`compactLowerdirOption`).
+        let snapshots = upper.as_deref().and_then(Path::parent).and_then(Path::parent).map(Path::to_owned);
+        for path in &mut lower {
+            if path.is_relative() {
+                *path = snapshots.as_ref()?.join(&path);
+            }
+        }
+        (!lower.is_empty() && lower.iter().chain(&upper).all(|path| path.is_absolute()))
+            .then_some(Self { lower, upper })
+    }
+}
+
+#[cfg(test)]
+#[path = "scans/tests.rs"]
+mod tests;

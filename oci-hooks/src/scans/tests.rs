@@ -1,0 +1,174 @@
+//! What is remembered of a root, on real overlays: each test runs in a mount namespace of its own.
+
+use std::process::Command;
+
+use rustix::mount::{MountFlags, mount};
+
+use super::*;
+use crate::compat::elf_maker::Maker;
+
+/// An image of two layers and a container of it.
+struct Rig {
+    folder: tempfile::TempDir,
+    scans: Scans,
+}
+
+impl Rig {
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn with(body: impl FnOnce(&Self)) {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: mounts need root");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let rig = Self { scans: Scans::below(&folder.path().join("state")), folder };
+        for name in ["1/bin", "2/opt", "upper", "work", "root"] {
+            fs::create_dir_all(rig.at(name)).unwrap();
+        }
+        fs::write(rig.at("1/bin/app"), Maker::program().make()).unwrap();
+        fs::write(rig.at("2/opt/libcudart.so.12"), runtime()).unwrap();
+        let [one, two, upper, work] =
+            ["1", "2", "upper", "work"].map(|name| rig.at(name).to_str().unwrap().to_owned());
+        let options = format!("lowerdir={two}:{one},upperdir={upper},workdir={work}");
+        let options = std::ffi::CString::new(options).unwrap();
+        // An overlay on an overlay cannot always be had.
+        if let Err(error) =
+            mount("overlay", rig.at("root"), "overlay", MountFlags::empty(), Some(options.as_c_str()))
+        {
+            eprintln!("skipped: no overlay: {error}");
+            return;
+        }
+        body(&rig);
+        let unmounted = Command::new("umount").arg(rig.at("root")).status().unwrap();
+        assert!(unmounted.success());
+    }
+
+    fn root(&self) -> Rootfs {
+        Rootfs::open(&self.at("root")).unwrap()
+    }
+
+    fn survey(&self) -> Survey {
+        self.scans.survey(&self.root(), Limits::default(), &mut |_| {}).unwrap().survey
+    }
+
+    /// Whether the next look is one from memory.
+    fn is_known(&self) -> bool {
+        self.scans.layers(&self.root()).and_then(|layers| self.scans.known(&layers)).is_some()
+    }
+}
+
+fn runtime() -> Vec<u8> {
+    Maker { soname: Some("libcudart.so.12"), ..Maker::default() }.make()
+}
+
+#[test]
+fn an_image_is_known_again_in_another_container() {
+    Rig::with(|rig| {
+        assert!(!rig.is_known());
+        let first = rig.survey();
+        assert_eq!((first.elf, first.runtimes().count()), (2, 1));
+        assert!(rig.is_known());
+        // What a runtime and the hooks put there: mount points, links, the loader's cache.
+        fs::create_dir(rig.at("root/etc")).unwrap();
+        fs::write(rig.at("root/etc/hosts"), "").unwrap();
+        fs::write(rig.at("root/etc/ld.so.cache"), "glibc-ld.so.cache1.1").unwrap();
+        std::os::unix::fs::symlink("x", rig.at("root/opt/libcuda.so.1")).unwrap();
+        assert!(rig.is_known());
+        assert_eq!(rig.survey(), first);
+        let id = rig.scans.layers(&rig.root()).unwrap().id();
+        assert_eq!(rig.scans.by_id(&id), Some(first));
+    });
+}
+
+#[test]
+fn a_container_that_changed_its_root_is_looked_at_anew() {
+    Rig::with(|rig| {
+        rig.survey();
+        fs::write(rig.at("root/opt/new.so"), runtime()).unwrap();
+        assert!(!rig.is_known());
+        assert_eq!(rig.survey().runtimes().count(), 2);
+        fs::remove_file(rig.at("root/opt/new.so")).unwrap();
+        assert!(rig.is_known(), "the image itself is still the same");
+        // In place, under its old name.
+        fs::write(rig.at("root/bin/app"), runtime()).unwrap();
+        assert!(!rig.is_known());
+        assert_eq!(rig.survey().runtimes().count(), 2);
+    });
+    Rig::with(|rig| {
+        rig.survey();
+        fs::remove_file(rig.at("root/opt/libcudart.so.12")).unwrap();
+        assert!(!rig.is_known());
+        assert_eq!(rig.survey().runtimes().count(), 0);
+    });
+}
+
+#[test]
+fn a_layer_that_was_unpacked_anew_is_another_one() {
+    Rig::with(|rig| {
+        rig.survey();
+        let before = rig.scans.layers(&rig.root()).unwrap();
+        fs::rename(rig.at("1"), rig.at("old")).unwrap();
+        fs::create_dir(rig.at("1")).unwrap();
+        let after = rig.scans.layers(&rig.root()).unwrap();
+        assert_ne!(before, after);
+        assert!(rig.scans.known(&after).is_none());
+    });
+}
+
+#[test]
+fn what_is_remembered_and_broken_is_forgotten() {
+    Rig::with(|rig| {
+        rig.survey();
+        let path = rig.scans.path(&rig.scans.layers(&rig.root()).unwrap().id());
+        let whole = fs::read(&path).unwrap();
+        let text = String::from_utf8(whole.clone()).unwrap();
+        for broken in [
+            text.replace("\"version\":1", "\"version\":0"),
+            text.replace("\"inode\":", "\"inode\":1"),
+            "{".into(),
+        ] {
+            assert_ne!(broken, text);
+            fs::write(&path, broken).unwrap();
+            assert!(!rig.is_known());
+        }
+        fs::write(&path, whole).unwrap();
+        assert!(rig.is_known());
+    });
+}
+
+#[test]
+fn a_folder_in_an_overlay_is_no_overlay() {
+    Rig::with(|rig| {
+        rig.survey();
+        let part = Rootfs::open(&rig.at("root/opt")).unwrap();
+        assert_eq!(rig.scans.layers(&part), None);
+    });
+}
+
+#[test]
+fn layers_are_found_in_every_form_of_mountinfo() {
+    let find = |options: &str| {
+        Overlay::find(
+            42,
+            &format!(
+                "7 1 0:1 / / rw - ext4 /dev/vda rw\n42 7 0:9 / /x rw,relatime shared:1 - overlay overlay {options}\n"
+            ),
+        )
+    };
+    let paths = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
+    let usual = find("rw,lowerdir=/s/2/fs:/s/1/fs,upperdir=/s/3/fs,workdir=/s/3/work,uuid=on").unwrap();
+    assert_eq!(usual.lower, paths(&["/s/2/fs", "/s/1/fs"]));
+    assert_eq!(usual.upper, Some("/s/3/fs".into()));
+    assert_eq!(find("rw,lowerdir+=/s/2/fs,lowerdir+=/s/1/fs,upperdir=/s/3/fs").unwrap(), usual);
+    assert_eq!(find("rw,lowerdir=2/fs:1/fs,upperdir=/s/3/fs,workdir=/s/3/work").unwrap(), usual);
+    assert_eq!(find("ro,lowerdir=/s/2/fs:/s/1/fs").unwrap().upper, None);
+    for none in ["rw", "rw,lowerdir=2/fs", "rw,lowerdir=/a\\:b,upperdir=/s/3/fs", "rw,upperdir=/s/3/fs"] {
+        assert_eq!(find(none), None, "{none}");
+    }
+    assert_eq!(Overlay::find(7, "7 1 0:1 / / rw - ext4 /dev/vda rw,lowerdir=/a\n"), None);
+    assert_eq!(Overlay::find(7, "7 1 0:1 /part /x rw - overlay o rw,lowerdir=/a\n"), None);
+    assert_eq!(Overlay::find(8, "7 1 0:1 / /x rw - overlay o rw,lowerdir=/a\n"), None);
+}
