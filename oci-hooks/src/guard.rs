@@ -30,6 +30,7 @@ use crate::{
     compat::{
         Finding, Severity,
         elf::Depth,
+        fatbin::compute_capability,
         files::{Trouble, host_file, host_read},
         start::Command,
     },
@@ -254,8 +255,8 @@ fn verify(
         ShareKind::Whole => Ok(Vec::new()),
         ShareKind::Share => {
             let folder = ShareFolder::new(&paths.shares(), &name);
-            let version = verify_mounts(paths, rootfs, &record, &folder)?;
-            let findings = verify_image(paths, images, container, rootfs, &record, &folder, &version)?;
+            let inventory = verify_mounts(paths, rootfs, &record, &folder)?;
+            let findings = verify_image(paths, images, container, rootfs, &record, &folder, &inventory)?;
             preload::compose(rootfs, &folder)
                 .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;
             Ok(findings)
@@ -290,13 +291,13 @@ fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecor
     Ok((name, record))
 }
 
-/// All that enforces the share is where it works. The driver's version is returned.
+/// All that enforces the share is where it works. The node's inventory is returned.
 fn verify_mounts(
     paths: &Paths,
     rootfs: &Rootfs,
     record: &ShareRecord,
     folder: &ShareFolder,
-) -> Result<String, Refusal> {
+) -> Result<Inventory, Refusal> {
     let who = || Who::of(record);
     let inventory = Inventory::load(&paths.inventory())
         .map_err(|error| Refusal::Node { who: who(), reason: error.to_string() })?;
@@ -304,7 +305,7 @@ fn verify_mounts(
         mount.verify(rootfs).map_err(|mounted| Refusal::Mount { who: who(), mounted: Box::new(mounted) })?;
     }
     verify_limits(record, folder)?;
-    Ok(inventory.driver.version)
+    Ok(inventory)
 }
 
 /// The image can run under the shim, or the node says that this is no matter.
@@ -315,7 +316,7 @@ fn verify_image(
     rootfs: &Rootfs,
     record: &ShareRecord,
     folder: &ShareFolder,
-    driver_version: &str,
+    inventory: &Inventory,
 ) -> Result<Vec<Finding>, Refusal> {
     // Of an earlier start of this container.
     verdicts::forget_warning(folder);
@@ -330,8 +331,10 @@ fn verify_image(
     let config = config(&container.bundle).map_err(node)?;
     let command = config.process.unwrap_or_default();
     let scans = Scans::below(&paths.state);
+    let bound = inventory.gpus.iter().filter(|gpu| record.gpus.iter().any(|bound| bound.uuid == gpu.uuid));
+    let gpus = bound.filter_map(|gpu| compute_capability(&gpu.name)).collect();
     let looked =
-        image::look(&scans, rootfs, &command, &shim, driver_version).map_err(|Trouble(reason)| {
+        image::look(&scans, rootfs, &command, &shim, &inventory.driver.version, &gpus).map_err(|Trouble(reason)| {
             node(format!(
                 "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
             ))

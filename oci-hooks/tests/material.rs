@@ -1,5 +1,5 @@
 //! `vcuda-check` on real material: Debian roots, musl, busybox, NVIDIA's libraries from their wheels, real drivers.
-//! `tests/material/get` brings them into a cache outside the repository; what is not there is skipped by name.
+//! `tests/material/get` brings them into a cache outside the repository.
 
 #![expect(clippy::unwrap_used, reason = "in a test it is an assertion")]
 
@@ -17,6 +17,7 @@ struct Case {
     pieces: Vec<String>,
     driver: Option<String>,
     program: Option<String>,
+    gpus: Vec<String>,
     verdict: String,
     findings: Vec<String>,
     reason: String,
@@ -30,14 +31,15 @@ fn cases() -> Vec<Case> {
     lines
         .map(|line| {
             let columns: Vec<&str> = line.split('\t').collect();
-            let [root, pieces, driver, program, verdict, findings, reason] = columns[..] else {
-                panic!("{line}: not seven columns")
+            let [root, pieces, driver, program, gpus, verdict, findings, reason] = columns[..] else {
+                panic!("{line}: not eight columns")
             };
             Case {
                 root: root.into(),
                 pieces: list(pieces),
                 driver: list(driver).pop(),
                 program: list(program).pop(),
+                gpus: list(gpus),
                 verdict: verdict.into(),
                 findings: list(findings),
                 reason: reason.into(),
@@ -54,14 +56,11 @@ fn cache() -> PathBuf {
 }
 
 /// A root with pieces added, as hard links beside the cache.
-fn compose(cache: &Path, case: &Case) -> Option<tempfile::TempDir> {
-    let sources: Vec<PathBuf> = case.pieces.iter().map(|piece| cache.join("wheels").join(piece)).collect();
-    let root = cache.join("roots").join(&case.root);
+fn compose(cache: &Path, root: &str, pieces: &[String]) -> tempfile::TempDir {
+    let sources: Vec<PathBuf> = pieces.iter().map(|piece| cache.join("wheels").join(piece)).collect();
+    let root = cache.join("roots").join(root);
     let missing = sources.iter().chain([&root]).find(|source| !source.exists());
-    if let Some(missing) = missing {
-        eprintln!("skipped: {} is not there; run oci-hooks/tests/material/get large", missing.display());
-        return None;
-    }
+    assert!(missing.is_none(), "{missing:?} is not there; run oci-hooks/tests/material/get large");
     let composed = tempfile::tempdir_in(cache).unwrap();
     let link = |from: &Path, to: &Path| {
         let done = Command::new("cp").args(["-al", "--"]).arg(from).arg(to).status().unwrap();
@@ -70,10 +69,10 @@ fn compose(cache: &Path, case: &Case) -> Option<tempfile::TempDir> {
     link(&root, &composed.path().join("root"));
     let opt = composed.path().join("root/opt");
     fs::create_dir_all(&opt).unwrap();
-    for (piece, source) in case.pieces.iter().zip(&sources) {
+    for (piece, source) in pieces.iter().zip(&sources) {
         link(source, &opt.join(piece));
     }
-    Some(composed)
+    composed
 }
 
 fn check(args: &[&std::ffi::OsStr]) -> (Value, Option<i32>) {
@@ -83,16 +82,28 @@ fn check(args: &[&std::ffi::OsStr]) -> (Value, Option<i32>) {
     (report, output.status.code())
 }
 
+/// Pieces that `get` brings only when it is asked for the large ones.
+const LARGE: &[&str] =
+    &["numba", "cupy-12", "jax-12", "jax-pjrt-12", "nccl-12", "cublas-12", "cudnn-12", "torch"];
+
 #[test]
+#[ignore = "needs root, and tests/material/get"]
 fn real_material_gets_the_verdicts_that_it_deserves() {
+    judge(false);
+}
+
+#[test]
+#[ignore = "large: needs root, and 5 GB of tests/material/get large"]
+fn large_material_gets_the_verdicts_that_it_deserves() {
+    judge(true);
+}
+
+fn judge(large: bool) {
     let cache = cache();
-    if !cache.is_dir() {
-        eprintln!("skipped: no material in {}; run oci-hooks/tests/material/get large", cache.display());
-        return;
-    }
+    let is_large = |case: &Case| case.pieces.iter().any(|piece| LARGE.contains(&piece.as_str()));
     let mut wrong = Vec::new();
-    for case in cases() {
-        let Some(composed) = compose(&cache, &case) else { continue };
+    for case in cases().into_iter().filter(|case| is_large(case) == large) {
+        let composed = compose(&cache, &case.root, &case.pieces);
         let root = composed.path().join("root");
         let driver = match &case.driver {
             Some(driver) => cache.join("drivers").join(driver),
@@ -112,6 +123,9 @@ fn real_material_gets_the_verdicts_that_it_deserves() {
         .into();
         if let Some(program) = &case.program {
             args.extend([std::ffi::OsStr::new("--entry"), program.as_ref()]);
+        }
+        for gpu in &case.gpus {
+            args.extend([std::ffi::OsStr::new("--gpu"), gpu.as_ref()]);
         }
         let (report, code) = check(&args);
         let mut found: Vec<&str> = report["findings"]
@@ -144,40 +158,76 @@ fn real_material_gets_the_verdicts_that_it_deserves() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// For every root that passes: the shim is really loaded there, by the root's own loader. For the one that is refused
-/// for its C library: what would have happened.
+/// The driver's libraries below a root of it.
+fn library_folder(driver: &Path) -> PathBuf {
+    ["usr/lib/x86_64-linux-gnu/nvidia/current", "usr/lib/x86_64-linux-gnu"]
+        .iter()
+        .map(|folder| driver.join(folder))
+        .find(|folder| folder.join("libcuda.so.1").exists())
+        .unwrap()
+}
+
+/// What a real runtime says on a real driver, without a GPU: it compares versions before it looks for one.
+fn device_count(runtime: &Path, driver: &Path) -> i32 {
+    let script = format!(
+        "import ctypes; n = ctypes.c_int(); print(ctypes.CDLL({:?}).cudaGetDeviceCount(ctypes.byref(n)))",
+        runtime.display().to_string()
+    );
+    let folder = library_folder(driver);
+    let output =
+        Command::new("python3").args(["-c", &script]).env("LD_LIBRARY_PATH", folder).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.trim().parse().unwrap_or_else(|_| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)))
+}
+
+/// Where the check says that a driver is too old, the runtime itself says so, and nowhere else.
 #[test]
+#[ignore = "needs root, and tests/material/get"]
+fn real_runtimes_agree_on_which_driver_is_too_old() {
+    const INSUFFICIENT_DRIVER: i32 = 35;
+    const NO_DEVICE: i32 = 100;
+    let cache = cache();
+    let runtimes = [
+        ("cudart-11.8", "nvidia/cuda_runtime/lib/libcudart.so.11.0"),
+        ("cudart-12.1", "nvidia/cuda_runtime/lib/libcudart.so.12"),
+        ("cudart-12.9", "nvidia/cuda_runtime/lib/libcudart.so.12"),
+        ("cudart-13", "nvidia/cu13/lib/libcudart.so.13"),
+    ];
+    for driver in ["535", "550"] {
+        for (piece, library) in runtimes {
+            let driver = cache.join("drivers").join(driver);
+            let said = device_count(&cache.join("wheels").join(piece).join(library), &driver);
+            let composed = compose(&cache, "bookworm", &[piece.to_owned()]);
+            let root = composed.path().join("root");
+            let mut args: Vec<&std::ffi::OsStr> = vec!["rootfs".as_ref(), root.as_os_str(), "-o".as_ref()];
+            args.extend::<[&std::ffi::OsStr; 3]>(["json".as_ref(), "--driver".as_ref(), driver.as_os_str()]);
+            let (report, _) = check(&args);
+            let expected = if report["verdict"] == "fits" { NO_DEVICE } else { INSUFFICIENT_DRIVER };
+            assert_eq!(said, expected, "{piece} on {}: {report}", driver.display());
+        }
+    }
+}
+
+/// For every root that passes: the shim is really loaded there, by the root's own loader. For those that are refused
+/// for their C library: what would have happened.
+#[test]
+#[ignore = "needs root, tests/material/get, and the shim of integration/build.sh"]
 fn the_shim_loads_where_the_check_says_so_and_nowhere_else() {
     let cache = cache();
-    let Some(shim) = std::env::var_os("VCUDA_SHIM").map(PathBuf::from) else {
-        eprintln!("skipped: VCUDA_SHIM names no built shim");
-        return;
-    };
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: chroot needs root");
-        return;
-    }
-    let case = |root: &str| Case {
-        root: root.into(),
-        pieces: Vec::new(),
-        driver: None,
-        program: None,
-        verdict: String::new(),
-        findings: Vec::new(),
-        reason: String::new(),
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/node/lib/libvcuda_preload.so");
+    let shim = std::env::var_os("VCUDA_SHIM").map_or(built, PathBuf::from);
+    assert!(shim.exists(), "{} is not there; run integration/build.sh, or set VCUDA_SHIM", shim.display());
+    let verdict = |root: &Path, program: &str| {
+        let shim = shim.as_os_str();
+        let args =
+            ["rootfs".as_ref(), root.as_os_str(), "-o".as_ref(), "json".as_ref(), "--shim".as_ref(), shim];
+        let started = ["--entry".as_ref(), program.as_ref()];
+        check(&[&args[..], &started[..]].concat()).0["verdict"].as_str().unwrap().to_owned()
     };
     for root in ["bullseye", "bookworm", "trixie"] {
-        let Some(composed) = compose(&cache, &case(root)) else { continue };
+        let composed = compose(&cache, root, &[]);
         let root = composed.path().join("root");
-        let (report, _) = check(&[
-            "rootfs".as_ref(),
-            root.as_os_str(),
-            "-o".as_ref(),
-            "json".as_ref(),
-            "--shim".as_ref(),
-            shim.as_os_str(),
-        ]);
-        assert_eq!(report["verdict"], "fits", "{report}");
+        assert_eq!(verdict(&root, "/bin/bash"), "fits");
         fs::copy(&shim, root.join("opt/shim.so")).unwrap();
         fs::write(root.join("etc/ld.so.preload"), "/opt/shim.so\n").unwrap();
         let list = ["/lib64/ld-linux-x86-64.so.2", "--list", "/bin/bash"];
@@ -191,16 +241,25 @@ fn the_shim_loads_where_the_check_says_so_and_nowhere_else() {
             "no complaint"
         );
     }
-    if let Some(composed) = compose(&cache, &case("musl")) {
-        let root = composed.path().join("root");
-        fs::copy(&shim, root.join("opt/shim.so")).unwrap();
-        let run = |preload: &str| {
-            let mut command = Command::new("chroot");
-            command.arg(&root).arg("/bin/hello").env("LD_PRELOAD", preload).output().unwrap()
-        };
-        assert!(run("").status.success());
-        let died = run("/opt/shim.so");
-        assert_eq!(died.status.code(), Some(127), "musl's loader gives up");
-        assert!(String::from_utf8_lossy(&died.stderr).contains("Error relocating"), "{died:?}");
-    }
+
+    let run = |root: &Path, program: &[&str], preload: &str| {
+        let mut command = Command::new("chroot");
+        command.arg(root).args(program).env("LD_PRELOAD", preload).output().unwrap()
+    };
+    let composed = compose(&cache, "musl", &[]);
+    let root = composed.path().join("root");
+    assert_eq!(verdict(&root, "/bin/hello"), "does-not-fit");
+    fs::copy(&shim, root.join("opt/shim.so")).unwrap();
+    assert!(run(&root, &["/bin/hello"], "").status.success());
+    let died = run(&root, &["/bin/hello"], "/opt/shim.so");
+    assert_eq!(died.status.code(), Some(127), "musl's loader gives up");
+    assert!(String::from_utf8_lossy(&died.stderr).contains("Error relocating"), "{died:?}");
+
+    // A static program knows no preload: it would run as if there was no shim.
+    let composed = compose(&cache, "busybox", &[]);
+    let root = composed.path().join("root");
+    assert_eq!(verdict(&root, "/bin/sh"), "does-not-fit");
+    fs::write(root.join("etc/ld.so.preload"), "/opt/missing.so\n").unwrap();
+    let ran = run(&root, &["/bin/sh", "-c", "echo runs"], "/opt/missing.so");
+    assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice()), (&b"runs\n"[..], &b""[..]), "unenforced");
 }

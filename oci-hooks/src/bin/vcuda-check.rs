@@ -12,12 +12,13 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use ledger::{ShareState, Shares};
+use ledger::{Inventory, ShareState, Shares};
 use oci_hooks::{
     compat::{
         Finding, Severity, archive,
         check::{self, Limits, Node, Report, Seen, Verdict},
         cuda::Driver,
+        fatbin::compute_capability,
         files::Files,
         start::Command,
         survey::Survey,
@@ -111,6 +112,10 @@ enum What {
         /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
         #[arg(long, value_name = "FILE")]
         shim: Option<PathBuf>,
+        /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
+        /// node's GPUs, as far as their models are known.
+        #[arg(long, value_name = "N.N", value_parser = capability)]
+        gpu: Vec<u32>,
         #[command(flatten)]
         containerd: Containerd,
         #[command(flatten)]
@@ -140,6 +145,10 @@ struct Against {
     /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
     #[arg(long, value_name = "FILE")]
     shim: Option<PathBuf>,
+    /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
+    /// node's GPUs, as far as their models are known.
+    #[arg(long, value_name = "N.N", value_parser = capability)]
+    gpu: Vec<u32>,
 }
 
 #[derive(Args)]
@@ -191,17 +200,18 @@ fn run(what: &What) -> Result<Verdict> {
     match what {
         What::Rootfs { dir, started, against, common } => {
             let file = common.load()?;
-            let node = node(&file, against.shim.as_deref(), against.driver.as_deref())?;
+            let node = node(&file, against.shim.as_deref(), against.driver.as_deref(), &against.gpu)?;
             let seen = see_folder(dir, started.command(), &Scans::below(&file.paths.state))?;
             answer(&seen.report(&node), common.output)
         }
         What::Image { file, against, common } => {
-            let node = node(&common.load()?, against.shim.as_deref(), against.driver.as_deref())?;
+            let node =
+                node(&common.load()?, against.shim.as_deref(), against.driver.as_deref(), &against.gpu)?;
             answer(&see_archive(file)?.report(&node), common.output)
         }
         What::Container { id, containerd, against, common } => {
             let file = common.load()?;
-            let node = node(&file, against.shim.as_deref(), against.driver.as_deref())?;
+            let node = node(&file, against.shim.as_deref(), against.driver.as_deref(), &against.gpu)?;
             let running = Running::find(&containerd.containerd_state, &containerd.namespace, id)?;
             let subject = format!("container {}", running.id);
             let scans = Scans::below(&file.paths.state).of_process(running.pid);
@@ -223,12 +233,12 @@ fn run(what: &What) -> Result<Verdict> {
             output(&seen, common.output, |seen| print::seen(seen))?;
             Ok(Verdict::Fits)
         }
-        What::Matrix { list, running, seen, driver, shim, containerd, common } => {
+        What::Matrix { list, running, seen, driver, shim, gpu, containerd, common } => {
             let file = common.load()?;
             let nodes: Vec<Node> = if driver.is_empty() {
-                vec![node(&file, shim.as_deref(), None)?]
+                vec![node(&file, shim.as_deref(), None, gpu)?]
             } else {
-                let of = |driver: &PathBuf| node(&file, shim.as_deref(), Some(driver));
+                let of = |driver: &PathBuf| node(&file, shim.as_deref(), Some(driver), gpu);
                 driver.iter().map(of).collect::<Result<_>>()?
             };
             if list.is_none() && !running && !seen {
@@ -364,7 +374,7 @@ impl Started {
     }
 }
 
-fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>) -> Result<Node> {
+fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>, gpus: &[u32]) -> Result<Node> {
     let mut node = match Node::with_shim(shim.unwrap_or(&file.paths.shim())) {
         Ok(node) => node,
         // Asked for by name, it must be there.
@@ -375,7 +385,26 @@ fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>) -> Result<N
         Some(root) => Some(Driver::find(root, None)?),
         None => Driver::find(&file.paths.driver_root, None).ok(),
     };
+    node.gpus = if gpus.is_empty() {
+        let inventory = Inventory::load(&file.paths.inventory());
+        let models = inventory.into_iter().flat_map(|inventory| inventory.gpus);
+        models.filter_map(|gpu| compute_capability(&gpu.name)).collect()
+    } else {
+        gpus.iter().copied().collect()
+    };
     Ok(node)
+}
+
+/// A compute capability such as 8.0, as 80.
+fn capability(text: &str) -> Result<u32, String> {
+    let parse = || {
+        let (major, minor) = text.split_once('.')?;
+        Some(
+            major.parse::<u32>().ok().filter(|major| *major < 100)? * 10
+                + minor.parse::<u32>().ok().filter(|minor| *minor < 10)?,
+        )
+    };
+    parse().ok_or_else(|| "it must be like 8.0 or 12.0".to_owned())
 }
 
 /// Says on standard error that a long check goes on.

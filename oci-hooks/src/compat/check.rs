@@ -2,6 +2,7 @@
 //! says what was found and how much was looked at; what could not be looked at makes it open, never fit.
 
 use std::{
+    collections::BTreeSet,
     ops::ControlFlow,
     path::Path,
     time::{Duration, Instant},
@@ -33,6 +34,8 @@ pub struct Node {
     pub covered: Covered,
     /// The driver, where one is known.
     pub driver: Option<Driver>,
+    /// Its GPUs, by compute capability without the dot (80 is 8.0), where they are known.
+    pub gpus: BTreeSet<u32>,
 }
 
 /// How an image fares.
@@ -98,7 +101,7 @@ impl Node {
     pub fn with_shim(shim: &Path) -> Result<Self, Trouble> {
         let facts = host_file(shim, Depth::Whole)?;
         let elf = facts.elf().ok_or_else(|| Trouble(format!("{}: no library", shim.display())))?;
-        Ok(Self { shim: Shim::of(elf), covered: Covered::of(&facts), driver: None })
+        Ok(Self { shim: Shim::of(elf), covered: Covered::of(&facts), driver: None, gpus: BTreeSet::new() })
     }
 
     /// The shim as it is built where no file of it is at hand: for this machine, glibc 2.17, which a test of the
@@ -109,7 +112,12 @@ impl Node {
         } else {
             goblin::elf::header::EM_X86_64
         };
-        Self { shim: Shim { machine, glibc: Version(2, 17, 0) }, covered: Covered::default(), driver: None }
+        Self {
+            shim: Shim { machine, glibc: Version(2, 17, 0) },
+            covered: Covered::default(),
+            driver: None,
+            gpus: BTreeSet::new(),
+        }
     }
 }
 
@@ -159,7 +167,7 @@ impl<F: Files> Seen<F> {
             let driver = node.driver.as_ref();
             let started = start::started(&self.files, &self.command);
             let (covered, machine) = (&node.covered, node.shim.machine);
-            let against = Against { driver, covered, machine, started: started.as_deref() };
+            let against = Against { driver, covered, machine, started: started.as_deref(), gpus: &node.gpus };
             findings.extend(self.survey.judge(against));
             findings.extend(loaded_first(&self.files, &self.command, node));
         }
@@ -171,7 +179,13 @@ impl<F: Files> Seen<F> {
 /// that no driver changes.
 pub fn remembered(survey: &Survey, subject: String, refused: Option<String>, node: &Node) -> Report {
     let machine = node.shim.machine;
-    let against = Against { driver: node.driver.as_ref(), covered: &node.covered, machine, started: None };
+    let against = Against {
+        driver: node.driver.as_ref(),
+        covered: &node.covered,
+        machine,
+        started: None,
+        gpus: &node.gpus,
+    };
     let mut findings = survey.judge(against);
     findings.extend(refused.map(|reason| {
         Finding::refuse("image-unfit", reason, "so this node's guard found at its last start", "see there")

@@ -12,6 +12,7 @@ use std::fs::File;
 use goblin::error::Error as GoblinError;
 use thiserror::Error;
 
+use super::fatbin::GpuCode;
 use reader::Reader;
 
 /// Parts of a file: offset and length in bytes.
@@ -63,6 +64,8 @@ pub struct Elf {
     pub exports: Vec<String>,
     /// Where constant text and data lie in the file, where it can look symbols up by their names.
     pub constants: Places,
+    /// For which GPUs it has code.
+    pub gpu_code: Option<GpuCode>,
 }
 
 /// Why a file's own word cannot be had.
@@ -105,6 +108,11 @@ impl Elf {
     /// Whether it can reach the driver without being linked to it.
     pub fn looks_symbols_up(&self) -> bool {
         self.is_static() || self.imports.iter().any(|name| name == "dlsym" || name == "dlvsym")
+    }
+
+    /// Whether it may have code for GPUs: it has to do with CUDA, or hides what it has to do with.
+    fn may_have_gpu_code(&self) -> bool {
+        self.looks_symbols_up() || self.needs_library("libcudart.so") || self.needs_library("libcuda.so")
     }
 
     /// Whether `name`, in any version, is among the libraries that it needs.

@@ -11,6 +11,7 @@ pub mod elf;
 #[cfg(test)]
 #[expect(clippy::cast_possible_truncation, reason = "test files are small")]
 pub(crate) mod elf_maker;
+pub mod fatbin;
 pub mod files;
 pub mod loader;
 pub mod start;

@@ -2,13 +2,17 @@
 //! libraries, who is linked to them, what no preload can reach. Files are taken one by one, in any order and from
 //! anywhere; the judgement comes after.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+};
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     Finding,
-    cuda::{Covered, Cuda, Driver, How, Runtime, is_libcuda, is_nvml},
+    cuda::{Covered, Cuda, Driver, How, Runtime, function, is_libcuda, is_nvml},
+    fatbin::{GpuCode, Serves},
     files::{Facts, Kind},
     start::machine,
 };
@@ -38,6 +42,9 @@ pub struct Survey {
     statics: Few<PathBuf>,
     direct: Few<PathBuf>,
     namespaces: Few<PathBuf>,
+    gpu_code: Few<(PathBuf, GpuCode)>,
+    /// Driver functions that are asked for by name, and a file that does.
+    asked: BTreeMap<String, PathBuf>,
     broken: Few<(PathBuf, String)>,
     unreadable: Few<(PathBuf, String)>,
 }
@@ -84,6 +91,8 @@ pub struct Against<'a> {
     /// The program that is started, without links: what keeps it from loading keeps the container from working,
     /// which is more than can be said of any other file.
     pub started: Option<&'a Path>,
+    /// The GPUs, by compute capability without the dot (80 is 8.0), where they are known.
+    pub gpus: &'a BTreeSet<u32>,
 }
 
 impl Survey {
@@ -110,6 +119,15 @@ impl Survey {
         let namespaces = runtime.is_none() && elf.imports.iter().any(|name| name == "dlmopen");
         if namespaces && texts.is_some_and(|texts| texts.libcuda) {
             self.namespaces.push(here());
+        }
+        if let Some(code) = &elf.gpu_code {
+            self.gpu_code.push((here(), code.clone()));
+        }
+        // Only of who opens libcuda: others have such names in tables of their own.
+        for name in texts.filter(|texts| texts.libcuda).into_iter().flat_map(|texts| &texts.names) {
+            if function(name).is_some() && !self.asked.contains_key(name) {
+                self.asked.insert(name.clone(), here());
+            }
         }
         if let Some(runtime) = runtime {
             self.runtimes.push((here(), runtime));
@@ -154,6 +172,7 @@ impl Survey {
         if let Some(driver) = against.driver {
             self.judge_runtimes(driver, &mut findings);
             self.judge_missing(driver, against.started, &mut findings);
+            self.judge_asked(driver, &mut findings);
         } else if self.has_cuda() {
             findings.push(Finding::info(
                 "driver-unknown",
@@ -162,6 +181,8 @@ impl Survey {
                 "name a driver's root with --driver",
             ));
         }
+        self.judge_several(&mut findings);
+        self.judge_gpu_code(against.gpus, against.driver, &mut findings);
         self.judge_uncovered(against.covered, &mut findings);
         self.judge_copies(&mut findings);
         self.judge_out_of_reach(&mut findings);
@@ -258,9 +279,124 @@ impl Survey {
         }
     }
 
+    /// Functions asked for by name: a program must live with an answer of none, and mostly does.
+    fn judge_asked(&self, driver: &Driver, findings: &mut Vec<Finding>) {
+        let missing: Vec<_> = self.asked.iter().filter(|(name, _)| !driver.answers(name)).collect();
+        if let Some((_, path)) = missing.first() {
+            let names = missing.iter().map(|(name, _)| (*name).clone());
+            findings.push(
+                Finding::info(
+                    "symbol-asked",
+                    format!(
+                        "functions are asked for that driver {} does not have: {}",
+                        driver.version,
+                        shown(names, missing.len() as u64)
+                    ),
+                    "who asks by name is told that there are none, and has to do without",
+                    "nothing, if its programs run on this driver without a share",
+                )
+                .at(path),
+            );
+        }
+    }
+
+    fn judge_several(&self, findings: &mut Vec<Finding>) {
+        let brought = self.runtimes.kept.iter().filter(|(_, runtime)| runtime.how != How::Needs);
+        let mut majors = BTreeMap::new();
+        for (path, runtime) in brought {
+            majors.entry(runtime.cuda.major()).or_insert(path);
+        }
+        if majors.len() > 1 {
+            let each = majors.iter().map(|(major, path)| format!("CUDA {major} ({})", path.display()));
+            findings.push(Finding::info(
+                "cuda-runtimes-several",
+                format!("the image brings runtimes of several lines: {}", shown(each, majors.len() as u64)),
+                "which one a program takes is its own choice, and each needs its own driver",
+                "nothing, if the driver serves the newest of them",
+            ));
+        }
+    }
+
+    fn judge_gpu_code(&self, gpus: &BTreeSet<u32>, driver: Option<&Driver>, findings: &mut Vec<Finding>) {
+        let capability = |gpu: u32| format!("{}.{}", gpu / 10, gpu % 10);
+        for gpu in gpus {
+            let that = |serves: Serves| {
+                let mut paths: Vec<_> =
+                    self.gpu_code.kept.iter().filter(|(_, code)| code.serves(*gpu) == serves).collect();
+                paths.sort_by(|a, b| a.0.cmp(&b.0));
+                paths
+            };
+            let nothing = that(Serves::Nothing);
+            if let Some((path, _)) = nothing.first() {
+                findings.push(
+                    Finding::warn(
+                        "gpu-code-none",
+                        format!(
+                            "it has no code for GPUs of compute capability {}{}",
+                            capability(*gpu),
+                            others(nothing.len() as u64)
+                        ),
+                        "its kernels fail there (cudaErrorNoKernelImageForDevice)",
+                        "use an image made for this GPU, or another node",
+                    )
+                    .at(path),
+                );
+            }
+            let ptx = that(Serves::Ptx);
+            let offered = driver.map(|driver| driver.cuda);
+            let too_new: Vec<_> = ptx
+                .iter()
+                .filter(|(_, code)| offered.is_some_and(|offered| code.ptx_needs() > Some(offered)))
+                .collect();
+            if let Some((path, code)) = too_new.first() {
+                findings.push(
+                    Finding::warn(
+                        "gpu-code-ptx-too-new",
+                        format!(
+                            "for compute capability {} it has PTX only, of CUDA {}{}; the driver serves CUDA up to {}",
+                            capability(*gpu),
+                            code.ptx_needs().unwrap_or_default(),
+                            others(too_new.len() as u64),
+                            offered.unwrap_or_default()
+                        ),
+                        "the driver cannot compile it, so its kernels fail (CUDA_ERROR_UNSUPPORTED_PTX_VERSION)",
+                        "install a newer driver on the node, or use an image made for this GPU",
+                    )
+                    .at(path),
+                );
+            } else if let Some((path, _)) = ptx.first() {
+                findings.push(
+                    Finding::info(
+                        "gpu-code-ptx",
+                        format!("for compute capability {} it has PTX only{}", capability(*gpu), others(ptx.len() as u64)),
+                        "the driver compiles it at first use, which takes seconds to minutes and is kept in ~/.nv",
+                        "nothing, if a slow first start is no matter",
+                    )
+                    .at(path),
+                );
+            }
+        }
+    }
+
     fn judge_uncovered(&self, covered: &Covered, findings: &mut Vec<Finding>) {
         if covered.0.is_empty() {
             return;
+        }
+        let asked: Vec<_> = self.asked.iter().filter(|(name, _)| covered.misses(name)).collect();
+        if let Some((_, path)) = asked.first() {
+            let names = asked.iter().map(|(name, _)| (*name).clone());
+            findings.push(
+                Finding::warn(
+                    "symbol-uncovered",
+                    format!(
+                        "functions are asked for by name that the shim passes through: {}",
+                        shown(names, asked.len() as u64)
+                    ),
+                    "memory that they take or work that they launch is not counted",
+                    "install a newer version of vcuda on the node",
+                )
+                .at(path),
+            );
         }
         let mut uncovered: Vec<(&Linked, Vec<String>)> = self
             .linked

@@ -27,7 +27,13 @@ fn driver(cuda: u32, exports: &[&str]) -> Driver {
 fn judge(survey: &Survey, driver: Option<&Driver>, covered: &[&str]) -> Vec<(&'static str, Severity)> {
     let covered = Covered(covered.iter().map(ToString::to_string).collect::<BTreeSet<_>>());
     survey
-        .judge(Against { driver, covered: &covered, machine: MACHINE, started: Some(Path::new("/bin/app")) })
+        .judge(Against {
+            driver,
+            covered: &covered,
+            machine: MACHINE,
+            started: Some(Path::new("/bin/app")),
+            gpus: &BTreeSet::from([80]),
+        })
         .iter()
         .map(|finding| (finding.id, finding.severity))
         .collect()
@@ -55,7 +61,8 @@ fn a_runtime_too_new_beside_one_that_fits_is_only_a_warning() {
         ("/a/libcudart.so.13", cudart("libcudart.so.13")),
         ("/b/libcudart.so.12", cudart("libcudart.so.12")),
     ]);
-    assert_eq!(judge(&image, Some(&driver(12_040, &[])), &[]), [("cuda-runtime-too-new", Severity::Warn)]);
+    let judged = judge(&image, Some(&driver(12_040, &[])), &[]);
+    assert_eq!(judged, [("cuda-runtime-too-new", Severity::Warn), ("cuda-runtimes-several", Severity::Info)]);
 }
 
 #[test]
@@ -177,6 +184,54 @@ fn an_image_full_of_one_kind_of_file_keeps_few_of_them() {
         covered: &Covered::default(),
         machine: MACHINE,
         started: Some(Path::new("/bin/app")),
+        gpus: &BTreeSet::new(),
     });
     assert!(findings[0].what.ends_with("more"), "{}", findings[0].what);
+}
+
+#[test]
+fn code_for_other_gpus_and_ptx_that_the_driver_cannot_compile_are_told() {
+    use crate::compat::fatbin::{GpuCode, fat_binary};
+    let code = |parts: &[(u16, u32)]| {
+        let bytes = fat_binary(parts, (8, 7));
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&bytes).unwrap();
+        let mut facts = facts(&Maker { soname: Some("liba.so"), ..Maker::default() });
+        if let Kind::Elf(elf, _) = &mut facts.kind {
+            elf.gpu_code = GpuCode::read(&file, &[(0, bytes.len() as u64)]);
+        }
+        let mut image = Survey::default();
+        image.take(Path::new("/lib/liba.so"), &facts);
+        image
+    };
+    let judged = |parts: &[(u16, u32)], cuda| judge(&code(parts), Some(&driver(cuda, &["cuInit"])), &[]);
+    // The GPU is of 8.0, PTX 8.7 came with CUDA 12.8.
+    assert!(judged(&[(2, 80), (1, 90)], 12_040).is_empty());
+    assert_eq!(judged(&[(2, 86), (1, 90)], 12_040), [("gpu-code-none", Severity::Warn)]);
+    assert_eq!(judged(&[(2, 75), (1, 75)], 12_040), [("gpu-code-ptx-too-new", Severity::Warn)]);
+    assert_eq!(judged(&[(2, 75), (1, 75)], 12_080), [("gpu-code-ptx", Severity::Info)]);
+}
+
+#[test]
+fn what_is_asked_for_by_name_is_compared_with_the_driver_and_the_shim() {
+    let asks = Maker {
+        soname: Some("liba.so"),
+        imports: vec!["dlsym"],
+        constants: b"\0libcuda.so.1\0cuInit\0cuMemAllocManaged\0cuLogsCurrent\0".to_vec(),
+        ..Maker::default()
+    };
+    let image = survey(&[("/lib/liba.so", asks)]);
+    let new = driver(13_000, &["cuInit", "cuMemAllocManaged", "cuLogsCurrent"]);
+    assert!(judge(&image, Some(&new), &[]).is_empty());
+    let old = driver(12_040, &["cuInit", "cuMemAllocManaged"]);
+    assert_eq!(judge(&image, Some(&old), &["cuMemAllocManaged"]), [("symbol-asked", Severity::Info)]);
+    assert_eq!(judge(&image, Some(&new), &["cuInit"]), [("symbol-uncovered", Severity::Warn)]);
+}
+
+#[test]
+fn runtimes_of_several_lines_are_told() {
+    let runtime = |name| Maker { soname: Some(name), ..Maker::default() };
+    let image = survey(&[("/a", runtime("libcudart.so.11.0")), ("/b", runtime("libcudart.so.12"))]);
+    let judged = judge(&image, Some(&driver(12_040, &["cuInit"])), &[]);
+    assert_eq!(judged, [("cuda-runtimes-several", Severity::Info)]);
 }

@@ -1,7 +1,7 @@
 //! The image in the guard's eyes: what is started, and all that the image has, against the shim and the driver that
 //! the container gets. An image that the node has seen is known by its layers; another one is gone through once.
 
-use std::{path::Path, time::Duration};
+use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use region::place;
 
@@ -31,13 +31,14 @@ pub(super) struct Looked {
 }
 
 /// Looks at the image at `rootfs`, from which `command` is to be started under the shim whose file says `shim`, with a
-/// driver of this version.
+/// driver of this version and GPUs of these compute capabilities.
 pub(super) fn look(
     scans: &Scans,
     rootfs: &Rootfs,
     command: &Command,
     shim: &Facts,
     version: &str,
+    gpus: &BTreeSet<u32>,
 ) -> Result<Looked, Trouble> {
     let Some(elf) = shim.elf() else { return Err(Trouble("the shim is no library".into())) };
     let needs = Shim::of(elf);
@@ -52,6 +53,7 @@ pub(super) fn look(
                 covered: &Covered::of(shim),
                 machine: needs.machine,
                 started: started.as_deref(),
+                gpus,
             };
             findings.extend(scanned.survey.judge(against));
         }

@@ -23,15 +23,11 @@ fn with_own_mounts(test: &str, body: impl FnOnce()) {
         mount_change("/", MountPropagationFlags::REC | MountPropagationFlags::PRIVATE).unwrap();
         return body();
     }
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("guard::tests::{test}: skipped, mounts need root");
-        return;
-    }
     let name = format!("guard::tests::{test}");
     let output = Process::new("unshare")
         .arg("--mount")
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", &name, "--nocapture"])
+        .args(["--exact", &name, "--nocapture", "--include-ignored"])
         .env(MARK, "1")
         .output()
         .unwrap();
@@ -210,6 +206,7 @@ fn write(path: &Path, bytes: &[u8]) {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_share_with_all_in_place_starts() {
     with_own_mounts("a_share_with_all_in_place_starts", || {
         let rig = Rig::mounted();
@@ -264,6 +261,7 @@ fn whole_gpus_need_their_record_and_nothing_else() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn whatever_is_not_mounted_is_named() {
     with_own_mounts("whatever_is_not_mounted_is_named", || {
         for left_out in 0..6 {
@@ -280,6 +278,7 @@ fn whatever_is_not_mounted_is_named() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_copy_in_the_place_of_the_file_is_refused() {
     with_own_mounts("a_copy_in_the_place_of_the_file_is_refused", || {
         for at in 0..6 {
@@ -295,6 +294,7 @@ fn a_copy_in_the_place_of_the_file_is_refused() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn what_the_container_could_change_is_refused() {
     with_own_mounts("what_the_container_could_change_is_refused", || {
         for left_out in 0..6 {
@@ -310,6 +310,7 @@ fn what_the_container_could_change_is_refused() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_fifo_in_the_place_of_the_shim_is_refused_at_once() {
     with_own_mounts("a_fifo_in_the_place_of_the_shim_is_refused_at_once", || {
         let rig = Rig::bare();
@@ -322,6 +323,7 @@ fn a_fifo_in_the_place_of_the_shim_is_refused_at_once() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn limits_that_are_not_those_of_the_share_are_refused() {
     with_own_mounts("limits_that_are_not_those_of_the_share_are_refused", || {
         let rig = Rig::bare();
@@ -342,6 +344,7 @@ fn limits_that_are_not_those_of_the_share_are_refused() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn an_image_that_the_shim_does_not_fit_is_refused() {
     with_own_mounts("an_image_that_the_shim_does_not_fit_is_refused", || {
         let rig = Rig::mounted();
@@ -354,6 +357,7 @@ fn an_image_that_the_shim_does_not_fit_is_refused() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
     with_own_mounts("policy_lets_an_unfit_image_start_and_the_node_remembers_it", || {
         let rig = Rig::mounted();
@@ -382,6 +386,7 @@ fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning() {
     with_own_mounts(
         "an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning",
@@ -422,6 +427,7 @@ fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_w
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn the_images_own_preloads_are_kept_behind_the_shim() {
     with_own_mounts("the_images_own_preloads_are_kept_behind_the_shim", || {
         let expected = format!("{}\n/opt/jemalloc.so\nlibfoo.so\n", place::SHIM);
@@ -462,6 +468,7 @@ fn the_images_own_preloads_are_kept_behind_the_shim() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_preload_list_that_cannot_be_kept_is_refused() {
     with_own_mounts("a_preload_list_that_cannot_be_kept_is_refused", || {
         for bad in [&b"/a\x07.so"[..], &[b'x'; 100_000]] {
@@ -474,6 +481,7 @@ fn a_preload_list_that_cannot_be_kept_is_refused() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_node_without_its_own_files_is_named_as_the_cause() {
     with_own_mounts("a_node_without_its_own_files_is_named_as_the_cause", || {
         let rig = Rig::mounted();

@@ -19,10 +19,6 @@ impl Rig {
     }
 
     fn with(body: impl FnOnce(&Self)) {
-        if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: mounts need root");
-            return;
-        }
         let folder = tempfile::tempdir().unwrap();
         let rig = Self { scans: Scans::below(&folder.path().join("state")), folder };
         for name in ["1/bin", "2/opt", "upper", "work", "root"] {
@@ -34,13 +30,7 @@ impl Rig {
             ["1", "2", "upper", "work"].map(|name| rig.at(name).to_str().unwrap().to_owned());
         let options = format!("lowerdir={two}:{one},upperdir={upper},workdir={work}");
         let options = std::ffi::CString::new(options).unwrap();
-        // An overlay on an overlay cannot always be had.
-        if let Err(error) =
-            mount("overlay", rig.at("root"), "overlay", MountFlags::empty(), Some(options.as_c_str()))
-        {
-            eprintln!("skipped: no overlay: {error}");
-            return;
-        }
+        mount("overlay", rig.at("root"), "overlay", MountFlags::empty(), Some(options.as_c_str())).unwrap();
         body(&rig);
         let unmounted = Command::new("umount").arg(rig.at("root")).status().unwrap();
         assert!(unmounted.success());
@@ -65,6 +55,7 @@ fn runtime() -> Vec<u8> {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn an_image_is_known_again_in_another_container() {
     Rig::with(|rig| {
         assert!(!rig.is_known());
@@ -84,6 +75,7 @@ fn an_image_is_known_again_in_another_container() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_container_that_changed_its_root_is_looked_at_anew() {
     Rig::with(|rig| {
         rig.survey();
@@ -106,6 +98,7 @@ fn a_container_that_changed_its_root_is_looked_at_anew() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_layer_that_was_unpacked_anew_is_another_one() {
     Rig::with(|rig| {
         rig.survey();
@@ -119,6 +112,7 @@ fn a_layer_that_was_unpacked_anew_is_another_one() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn what_is_remembered_and_broken_is_forgotten() {
     Rig::with(|rig| {
         rig.survey();
@@ -140,6 +134,7 @@ fn what_is_remembered_and_broken_is_forgotten() {
 }
 
 #[test]
+#[ignore = "mounts need root"]
 fn a_folder_in_an_overlay_is_no_overlay() {
     Rig::with(|rig| {
         rig.survey();

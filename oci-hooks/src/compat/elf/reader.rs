@@ -16,7 +16,9 @@ use goblin::{
 };
 use rustix::fs::{Advice, fadvise};
 
-use super::{Depth, Elf, ElfError, Places, is_driver_symbol, is_loader_door, is_runtime_symbol};
+use super::{
+    super::fatbin::GpuCode, Depth, Elf, ElfError, Places, is_driver_symbol, is_loader_door, is_runtime_symbol,
+};
 
 /// Bytes of the first read: header, program headers and mostly the loader's name are in it.
 const HEAD_BYTES: usize = 4096;
@@ -51,6 +53,10 @@ const MAX_NEEDED: usize = 1024;
 
 /// Libraries whose exports matter. The shim has the name of the first.
 const CUDA_LIBRARIES: &[&str] = &["libcuda.so", "libnvidia-ml.so", "libcudart.so"];
+
+/// Sections with text that is never written, and with code for GPUs (the second is linked again at build time).
+const CONSTANTS: &[&str] = &[".rodata", ".lrodata"];
+const FAT_BINARIES: &[&str] = &[".nv_fatbin", "__nv_relfatbin"];
 
 /// `PATH_MAX`.
 const MAX_INTERPRETER_BYTES: u64 = 4096;
@@ -110,8 +116,13 @@ impl<'a> Reader<'a> {
             elf.dynamic = true;
             self.fill_linking(&mut elf, &dynamic, depth)?;
         }
-        if depth != Depth::Linking && elf.looks_symbols_up() {
-            elf.constants = self.constants();
+        if depth != Depth::Linking && elf.may_have_gpu_code() {
+            // Section headers are not needed to run, so what is missing or broken there only means that less is known.
+            let sections = self.named_sections().unwrap_or_default();
+            if elf.looks_symbols_up() {
+                elf.constants = self.places(&sections, CONSTANTS);
+            }
+            elf.gpu_code = GpuCode::read(self.file, &self.places(&sections, FAT_BINARIES));
         }
         Ok(elf)
     }
@@ -338,14 +349,13 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Where constants are. Section headers are not needed to run, so what is missing or broken here only means
-    /// that less is known.
-    fn constants(&self) -> Places {
-        let sections = self.named_sections().unwrap_or_default().into_iter();
+    /// Where the sections of these names are.
+    fn places(&self, sections: &[(String, SectionHeader)], names: &[&str]) -> Places {
         sections
+            .iter()
             .filter(|(name, section)| {
                 let end = section.sh_offset.checked_add(section.sh_size);
-                matches!(name.as_str(), ".rodata" | ".lrodata")
+                names.contains(&name.as_str())
                     && section.sh_type == SHT_PROGBITS
                     && end.is_some_and(|end| end <= self.size)
             })
