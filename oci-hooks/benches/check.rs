@@ -1,5 +1,5 @@
 //! What a check costs: the guard's look at a container's start, and `vcuda-check` on a root of 5 GB with 50,000
-//! files, cold and warm. The root is made in a temporary folder: 1,500 copies of this program and of libraries of
+//! files, cold, warm, and as a container's whose image is known. The root is made in a temporary folder: 1,500 copies of this program and of libraries of
 //! this machine, large sparse libraries, and small files for the rest.
 //!
 //! Figures: CPU time (user and system) and wall time; `cargo bench -p oci-hooks`. Dropping the page cache for the
@@ -8,6 +8,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench that cannot go on ends")]
 
 use std::{
+    ffi::CString,
     fs::{self, File},
     hint::black_box,
     os::unix::fs::FileExt,
@@ -21,8 +22,13 @@ use oci_hooks::{
         start::{self, Command},
     },
     rootfs::Rootfs,
+    scans::Scans,
 };
-use rustix::time::{ClockId, clock_gettime};
+use rustix::{
+    io::Errno,
+    mount::{MountFlags, UnmountFlags, mount},
+    time::{ClockId, clock_gettime},
+};
 
 const FILES: usize = 50_000;
 const FOLDERS: usize = 500;
@@ -32,7 +38,7 @@ const LARGE_BYTES: u64 = 480 << 20;
 
 fn main() {
     let folder = tempfile::tempdir().unwrap();
-    let root = folder.path();
+    let root = &folder.path().join("image");
     make(root);
     let rootfs = Rootfs::open(root).unwrap();
     let node = Node::without_shim();
@@ -54,10 +60,45 @@ fn main() {
     println!("whole root, warm:  {}", measure(5, whole));
     println!("largest memory:    {} KiB resident", peak_memory());
 
+    match overlay(root, folder.path()) {
+        Ok(mounted) => {
+            let scans = Scans::below(&folder.path().join("state"));
+            let known = || {
+                let rootfs = Rootfs::open(&mounted).unwrap();
+                let command = command.clone();
+                let seen = check::rootfs(
+                    rootfs,
+                    String::new(),
+                    command,
+                    Limits::default(),
+                    Some(&scans),
+                    &mut |_| {},
+                );
+                assert!(seen.unwrap().report(&node).files >= FILES as u64);
+            };
+            known();
+            println!("image known:       {}", measure(500, known));
+            rustix::mount::unmount(&mounted, UnmountFlags::DETACH).unwrap();
+        }
+        Err(error) => println!("image known:       not measured, no overlay can be mounted: {error}"),
+    }
+
     let at_start = || {
         black_box(start::judge(&rootfs, &command, node.shim).unwrap());
     };
     println!("guard's look:      {}", measure(2_000, at_start));
+}
+
+/// A container of the image at `lower`, as a snapshotter mounts it.
+fn overlay(lower: &Path, folder: &Path) -> Result<PathBuf, Errno> {
+    let [upper, work, root] = ["upper", "work", "root"].map(|name| folder.join(name));
+    for folder in [&upper, &work, &root] {
+        fs::create_dir_all(folder).unwrap();
+    }
+    let [lower, upper, work] = [lower, &upper, &work].map(|path| path.display().to_string());
+    let options = CString::new(format!("lowerdir={lower},upperdir={upper},workdir={work}")).unwrap();
+    mount("overlay", &root, "overlay", MountFlags::empty(), Some(options.as_c_str()))?;
+    Ok(root)
 }
 
 fn make(root: &Path) {

@@ -121,11 +121,12 @@ fn judge(large: bool) {
             config.as_os_str(),
         ]
         .into();
-        if let Some(program) = &case.program {
-            args.extend([std::ffi::OsStr::new("--entry"), program.as_ref()]);
-        }
         for gpu in &case.gpus {
             args.extend([std::ffi::OsStr::new("--gpu"), gpu.as_ref()]);
+        }
+        // Last: all that follows are arguments of the program.
+        if let Some(program) = &case.program {
+            args.extend([std::ffi::OsStr::new("--entry"), program.as_ref()]);
         }
         let (report, code) = check(&args);
         let mut found: Vec<&str> = report["findings"]
