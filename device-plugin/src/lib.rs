@@ -23,4 +23,5 @@ pub mod prefer;
 pub mod set;
 pub mod status;
 pub mod top;
+mod warned;
 pub mod withdraw;

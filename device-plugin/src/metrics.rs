@@ -15,7 +15,8 @@ use vcuda_config::NodeFile;
 
 use crate::{
     governor::{Figures, Published},
-    status::{ShareStatus, Status},
+    status::{ShareStatus, Status, StatusError},
+    warned,
 };
 
 /// How long after a failure the address is tried again: another process may be on its way out.
@@ -36,8 +37,11 @@ pub(crate) async fn serve(
         let (file, figures) = (Arc::clone(&file), figures.read());
         async move {
             // It reads files.
-            match task::spawn_blocking(move || Status::read(&file).map(|status| text(&status, &figures)))
-                .await
+            match task::spawn_blocking(move || {
+                let status = Status::read(&file)?;
+                Ok::<_, StatusError>(text(&status, &figures) + &warned::metrics(&file.paths))
+            })
+            .await
             {
                 Ok(Ok(text)) => (StatusCode::OK, [(CONTENT_TYPE, TEXT)], text).into_response(),
                 Ok(Err(error)) => (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")).into_response(),

@@ -22,6 +22,7 @@ use crate::{
     metrics,
     nvml::Surveyor,
     offer::{Offer, Resource},
+    warned,
 };
 
 /// How often everything is looked at, whether or not something called for it: device nodes come without a word.
@@ -58,6 +59,8 @@ pub async fn run(
         .metrics
         .listen
         .map(|listen| tokio::spawn(metrics::serve(listen, file.clone(), governor.figures(), stop.clone())));
+
+    let warned = tokio::spawn(warned::follow(paths.clone(), stop.clone()));
 
     let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
     let (publish, offer) = watch::channel(Arc::new(Offer::default()));
@@ -97,6 +100,7 @@ pub async fn run(
     }
     info!("stopping");
     while sessions.join_next().await.is_some() {}
+    warned.abort();
     if let Some(serving) = serving {
         // A reader that does not go away is no reason to stay.
         let _ = time::timeout(LAST_READER, serving).await;
