@@ -3,7 +3,7 @@
 use std::{env, fs, path::PathBuf};
 
 /// Actions that a function of ours answers. Every other symbol jumps to the driver's own.
-const HANDLED: [&str; 5] = ["take", "give", "track", "view", "resolve"];
+const HANDLED: [&str; 6] = ["take", "give", "track", "view", "resolve", "pace"];
 
 fn main() {
     // Whoever looks for libcuda.so.1 by name finds the preloaded shim, also past an overridden `dlsym`.

@@ -1,5 +1,5 @@
 //! Code that must not have a stack frame of its own: the exports that jump to the driver's function, whatever its
-//! arguments are, and the `dlsym` that stands before the C library's. The only file with machine code.
+//! arguments are, launches that nothing holds back, and the `dlsym` that stands before the C library's. The only file with machine code.
 
 /// Exports `$symbol`, number `$index` of library `$library`: a jump to the driver's function of that name. Two
 /// instructions more than calling it directly, once it is resolved.
@@ -79,6 +79,50 @@ macro_rules! resolver {
 }
 resolver!(cuda);
 resolver!(nvml);
+
+/// Exports a launch: while the process may launch at any time, a jump to the driver's function that counts; else, and with
+/// every sixty-fourth launch, a jump to `$held`, which has the same arguments.
+#[cfg(target_arch = "x86_64")]
+macro_rules! launches {
+    ($symbol:ident, $held:path) => {
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol() {
+            // r10, r11 and rax belong to whoever is between a caller and a function that is not variadic.
+            std::arch::naked_asm!(
+                "mov r11, qword ptr [rip + {state}]",
+                "test r11, r11",
+                "je 2f",
+                "mov rax, qword ptr [r11 + {lease}]",
+                "test rax, rax",
+                "je 2f",
+                // Another lease, another answer.
+                "mov rax, qword ptr [rax]",
+                "cmp rax, qword ptr [r11 + {until}]",
+                "jne 2f",
+                "mov r11, qword ptr [r11 + {launches}]",
+                "mov r10, qword ptr [r11]",
+                "test r10b, 63",
+                "je 2f",
+                "mov rax, qword ptr [rip + {slots} + 8 * {index}]",
+                "test rax, rax",
+                "je 2f",
+                "lock inc qword ptr [r11]",
+                "jmp rax",
+                "2:",
+                "jmp {held}",
+                state = sym crate::state::STATE,
+                lease = const std::mem::offset_of!(crate::state::State, pacing.lease),
+                until = const std::mem::offset_of!(crate::state::State, pacing.until),
+                launches = const std::mem::offset_of!(crate::state::State, pacing.launches),
+                slots = sym crate::real::cuda::SLOTS,
+                index = const crate::real::cuda::index::$symbol,
+                held = sym $held,
+            )
+        }
+    };
+}
+pub(crate) use launches;
 
 /// `void *dlsym(void *handle, const char *symbol)`. RTLD_NEXT and RTLD_DEFAULT mean something else for every caller,
 /// so where the answer is the C library's, it must be asked by a jump and not by a call.

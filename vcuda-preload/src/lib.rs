@@ -22,6 +22,7 @@ mod lock;
 mod log;
 mod map;
 mod nvml;
+mod pace;
 mod real;
 mod share;
 mod state;

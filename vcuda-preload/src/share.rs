@@ -112,7 +112,7 @@ impl Share {
     }
 
     /// This process's slot, if it has claimed one.
-    fn me_if_claimed(&self) -> Option<Process> {
+    pub fn me_if_claimed(&self) -> Option<Process> {
         (self.state.slot.load(Acquire) as usize).checked_sub(1).and_then(Process::of_slot)
     }
 
@@ -176,6 +176,11 @@ impl Share {
     /// What this process knows.
     pub fn state(&self) -> &'static State {
         self.state
+    }
+
+    /// The share's usage.
+    pub fn usage(&self) -> &Usage {
+        &self.usage
     }
 
     /// The share's limits.
@@ -272,6 +277,29 @@ impl Share {
             driver!(cuda::cuCtxPopCurrent_v2(&raw mut popped => *mut Context));
             place
         }
+    }
+
+    /// The context of `stream`, and the GPU of the share that it is on; none if there is none, of which the driver will say
+    /// more.
+    pub fn lane_of(&self, stream: Stream) -> Option<(Context, usize)> {
+        let mut context = 0;
+        if stream > CU_STREAM_PER_THREAD {
+            // SAFETY: `context` outlives the call; the stream is the application's, for the driver to judge.
+            let result =
+                unsafe { driver!(cuda::cuStreamGetCtx(stream => Stream, &raw mut context => *mut Context)) };
+            if result != CUDA_SUCCESS {
+                context = 0;
+            }
+        }
+        if context == 0 {
+            // SAFETY: `context` outlives the call.
+            let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
+            if result != CUDA_SUCCESS || context == 0 {
+                return None;
+            }
+        }
+        let place = self.recent(context).or_else(|| self.here_in(stream))?;
+        Some((context, place.gpu?))
     }
 
     #[cold]

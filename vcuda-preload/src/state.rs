@@ -19,6 +19,7 @@ use crate::{
     errno,
     lock::Locked,
     map::Map,
+    pace::Pacing,
 };
 
 /// Devices whose place in the share is remembered.
@@ -59,6 +60,8 @@ pub(crate) struct State {
     pub slack: AtomicU32,
     /// Not 0 if this process has ever made a graph that allocates.
     pub graphs_allocate: AtomicU32,
+    /// What pacing knows.
+    pub pacing: Pacing,
     /// Numbers of contexts in use.
     pub context_numbers: Locked<[u64; CONTEXTS / 64]>,
 }
@@ -66,7 +69,7 @@ pub(crate) struct State {
 /// Contexts that can be told apart at a time.
 pub(crate) const CONTEXTS: usize = 4096;
 
-static STATE: AtomicPtr<State> = AtomicPtr::new(std::ptr::null_mut());
+pub(crate) static STATE: AtomicPtr<State> = AtomicPtr::new(std::ptr::null_mut());
 
 /// This process's state; none if there is no memory for it.
 pub(crate) fn state() -> Option<&'static State> {

@@ -83,7 +83,9 @@ pub(crate) struct GpuTotal {
     pub charged_ns: AtomicU64,
     /// CLOCK_MONOTONIC in nanoseconds when last a launch was held back or work was under way.
     pub waiting_ns: AtomicU64,
-    _reserved_too: [AtomicU64; 4],
+    /// CLOCK_MONOTONIC in nanoseconds at which what the container has launched should be done.
+    pub done_ns: AtomicU64,
+    _reserved_too: [AtomicU64; 3],
 }
 
 /// One process. Counters only grow and outlive the process, so that the sum over all slots never falls.
@@ -150,6 +152,7 @@ mod tests {
         assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
         assert_eq!((offset_of!(GpuTotal, next_ns), offset_of!(GpuTotal, frontier_ns)), (64, 72));
         assert_eq!((offset_of!(GpuTotal, charged_ns), offset_of!(GpuTotal, waiting_ns)), (80, 88));
+        assert_eq!(offset_of!(GpuTotal, done_ns), 96);
         assert_eq!(offset_of!(Slot, open_since_ns), 48);
         assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (32, 256));
     }

@@ -8,6 +8,7 @@
 //! It must not know about CUDA, NVML, or who calls it.
 
 mod account;
+mod budget;
 #[cfg(not(feature = "fault-points"))]
 mod fault;
 #[cfg(feature = "fault-points")]
@@ -23,6 +24,7 @@ mod snapshot;
 mod usage;
 
 pub use account::Refused;
+pub use budget::{Budget, Terms};
 pub use limits::{GpuLimit, Limits, LimitsWriter};
 pub use pace::{Lease, Pace};
 pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};

@@ -131,6 +131,12 @@ impl Limits {
         (gpu < self.gpu_count()).then(|| self.file.gpus[gpu].pace())
     }
 
+    /// The word that changes with every lease of GPU number `gpu`: the end of the lease. For who only wants to know whether
+    /// there is another.
+    pub fn lease_word(&self, gpu: usize) -> Option<&AtomicU64> {
+        (gpu < self.gpu_count()).then(|| &self.file.gpus[gpu].lease_until_ns)
+    }
+
     /// CLOCK_MONOTONIC of the node's last sign of life in nanoseconds; 0 before the first.
     pub fn heartbeat_ns(&self) -> u64 {
         self.file.heartbeat_ns.load(Acquire)

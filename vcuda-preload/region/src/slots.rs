@@ -118,6 +118,31 @@ impl Slots {
         (turned != 0).then(|| u64::from(turned.trailing_zeros()) * SLOT_NS - now_ns % SLOT_NS)
     }
 
+    /// Nanoseconds from `now_ns` to the end of the slots in a row that it is in: 0 outside, no end if these are all slots.
+    pub fn left_from(self, now_ns: u64) -> u64 {
+        if self == Self::ALL {
+            return u64::MAX;
+        }
+        let slot = Self::at(now_ns);
+        let turned = (self.0 >> slot | self.0 << (SLOTS - slot)) & Self::ALL.0;
+        (u64::from(turned.trailing_ones()) * SLOT_NS).saturating_sub(now_ns % SLOT_NS)
+    }
+
+    /// The longest time in a row, in nanoseconds; no end if these are all slots.
+    pub fn longest_ns(self) -> u64 {
+        if self == Self::ALL {
+            return u64::MAX;
+        }
+        // A row over the end of the period begins in this one and ends in the next.
+        let twice = |slot: u32| self.contains(slot % SLOTS);
+        let (mut longest, mut length) = (0, 0);
+        for slot in 0..2 * SLOTS {
+            length = if twice(slot) { length + 1 } else { 0 };
+            longest = longest.max(length);
+        }
+        u64::from(longest.min(SLOTS)) * SLOT_NS
+    }
+
     pub(crate) fn words(self) -> (u64, u64) {
         halves(self.0)
     }
@@ -173,6 +198,20 @@ mod tests {
             (Slots::first(0), Slots::first(100), Slots::first(101)),
             (Slots::NONE, Slots::ALL, Slots::ALL)
         );
+    }
+
+    #[test]
+    fn a_row_may_go_on_into_the_next_period() {
+        let slots = Slots::from_bits(1 << 99 | 0b111);
+        let second = 40 * PERIOD_NS;
+        assert_eq!(slots.left_from(second + 99 * SLOT_NS + 5), 4 * SLOT_NS - 5);
+        assert_eq!(
+            (slots.left_from(second + 2 * SLOT_NS), slots.left_from(second + 3 * SLOT_NS)),
+            (SLOT_NS, 0)
+        );
+        assert_eq!((Slots::ALL.left_from(7), Slots::NONE.left_from(7)), (u64::MAX, 0));
+        assert_eq!((slots.longest_ns(), Slots::NONE.longest_ns()), (4 * SLOT_NS, 0));
+        assert_eq!(Slots::from_bits(0b11_0111).longest_ns(), 3 * SLOT_NS);
     }
 
     #[test]

@@ -206,6 +206,10 @@ impl Usage {
         (&slot.launches, &slot.throttled_ns)
     }
 
+    pub(crate) fn file(&self) -> &UsageFile {
+        &self.file
+    }
+
     fn account(&self, gpu: usize) -> Account<'_> {
         Account { file: &self.file, gpu }
     }
@@ -221,7 +225,7 @@ impl Usage {
     }
 
     /// Slots that any process ever claimed.
-    fn claimed(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn claimed(&self) -> impl Iterator<Item = usize> {
         self.file.claimed.iter().enumerate().flat_map(|(word, bits)| {
             let bits = bits.load(Acquire);
             (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| word * 64 + bit)
@@ -232,7 +236,7 @@ impl Usage {
     ///
     /// The kernel drops locks before it closes the driver's files. While a process of this PID namespace is still on
     /// its way out, its memory is not back. Elsewhere the lock alone decides.
-    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+    pub(crate) fn dead(&self, me: Option<Process>, slot: usize) -> bool {
         let identity = self.identity(slot);
         // One's own lock never shows, nor does that of another copy of the shim in this process.
         if me.is_some_and(|me| me.slot == slot) || identity.may_be_caller() {

@@ -7,7 +7,7 @@ use crate::{
         pool,
         types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result},
     },
-    errno,
+    errno, pace,
     real::driver,
     share::{Share, share},
 };
@@ -30,6 +30,9 @@ fn destroy(
     destroyed: impl FnOnce(Result) -> bool,
 ) -> Result {
     let Some(share) = share() else { return call() };
+    if context != 0 {
+        pace::forget_context(context);
+    }
     let place = share.forget_context(context);
     let result = call();
     if let Some(place) = place {
@@ -138,3 +141,18 @@ macro_rules! resets_primary {
 }
 resets_primary!(cuDevicePrimaryCtxReset);
 resets_primary!(cuDevicePrimaryCtxReset_v2);
+
+/// A green context has a context of its own, and takes it along.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGreenCtxDestroy(green: Context) -> Result {
+    let mut context = 0;
+    // SAFETY: the argument is the application's, for the driver to judge; `context` outlives the call.
+    unsafe {
+        if driver!(cuda::cuCtxFromGreenCtx(&raw mut context => *mut Context, green => Context))
+            == CUDA_SUCCESS
+        {
+            pace::forget_context(context);
+        }
+        driver!(cuda::cuGreenCtxDestroy(green => Context))
+    }
+}

@@ -16,6 +16,7 @@ use crate::{
         },
         whole,
     },
+    pace::{self, In},
     real::driver,
     share::{Place, Share, share},
 };
@@ -268,7 +269,22 @@ macro_rules! runs {
         }
     )* };
 }
-runs!(cuGraphLaunch, cuGraphLaunch_ptsz, cuGraphUpload, cuGraphUpload_ptsz);
+runs!(cuGraphUpload, cuGraphUpload_ptsz);
+
+macro_rules! launches_graph {
+    ($($symbol:ident in $stream:path;)*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(exec: Exec, stream: Stream) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            let call = || unsafe { driver!(cuda::$symbol(exec => Exec, stream => Stream)) };
+            run(exec, || pace::launch(exec, $stream(stream), call))
+        }
+    )* };
+}
+launches_graph! {
+    cuGraphLaunch in In::legacy;
+    cuGraphLaunch_ptsz in In::per_thread;
+}
 
 macro_rules! instantiates {
     ($($symbol:ident($($argument:ident: $type:ty),*);)*) => { $(

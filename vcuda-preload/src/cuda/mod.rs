@@ -1,12 +1,13 @@
 //! Our functions that stand for the driver's, under the driver's names and with its arguments. The table says which;
 //! the build fails if one is missing.
 //!
-//! All do the same: take from the share before the driver allocates, give back what the driver did not allocate, and
-//! leave every other judgement of arguments, and every return code but out-of-memory, to the driver.
+//! Those that allocate all do the same: take from the share before the driver allocates, give back what the driver did not
+//! allocate, and leave every other judgement of arguments, and every return code but out-of-memory, to the driver.
 
 mod array;
 mod context;
 pub(crate) mod graph;
+mod launch;
 mod memory;
 pub(crate) mod pool;
 mod sync;
@@ -17,6 +18,7 @@ pub(crate) mod vmm;
 pub(crate) use array::*;
 pub(crate) use context::*;
 pub(crate) use graph::*;
+pub(crate) use launch::*;
 pub(crate) use memory::*;
 pub(crate) use pool::*;
 pub(crate) use sync::*;

@@ -1,5 +1,5 @@
 //! Waiting. It changes nothing for the application; but the driver takes the occasion to give pools' unused memory back,
-//! and so do we.
+//! and so do we. What has been waited for has ended, which pacing counts.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -8,11 +8,13 @@ use crate::{
         graph, pool,
         types::{Context, Result, Stream},
     },
+    pace::{self, In},
     real::driver,
     share::share,
 };
 
 fn waited(result: Result) -> Result {
+    pace::after_waiting();
     if let Some(share) = share() {
         if share.state().slack.load(Relaxed) != 0 {
             pool::settle(share);
@@ -23,18 +25,31 @@ fn waited(result: Result) -> Result {
 }
 
 macro_rules! waits {
-    ($($symbol:ident($($argument:ident: $type:ty)?);)*) => { $(
+    ($($symbol:ident($($argument:ident: $type:ty)?) for $stream:expr;)*) => { $(
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol($($argument: $type)?) -> Result {
+            pace::before_waiting($stream);
             // SAFETY: the arguments are the application's, for the driver to judge.
             waited(unsafe { driver!(cuda::$symbol($($argument => $type)?)) })
         }
     )* };
 }
 waits! {
-    cuCtxSynchronize();
-    cuCtxSynchronize_v2(context: Context);
-    cuStreamSynchronize(stream: Stream);
-    cuStreamSynchronize_ptsz(stream: Stream);
-    cuEventSynchronize(event: u64);
+    cuCtxSynchronize() for None;
+    cuCtxSynchronize_v2(context: Context) for None;
+    cuStreamSynchronize(stream: Stream) for Some(In::legacy(stream));
+    cuStreamSynchronize_ptsz(stream: Stream) for Some(In::per_thread(stream));
+    cuEventSynchronize(event: u64) for None;
 }
+
+macro_rules! destroys_stream {
+    ($($symbol:ident),*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(stream: Stream) -> Result {
+            pace::forget_stream(stream);
+            // SAFETY: the argument is the application's, for the driver to judge.
+            unsafe { driver!(cuda::$symbol(stream => Stream)) }
+        }
+    )* };
+}
+destroys_stream!(cuStreamDestroy, cuStreamDestroy_v2);

@@ -425,5 +425,5 @@ pub fn table(library: &str) -> Vec<(String, String, String)> {
 
 /// Whether a symbol with this action has a function of ours.
 pub fn is_ours(action: &str) -> bool {
-    matches!(action, "take" | "give" | "track" | "view" | "resolve")
+    matches!(action, "take" | "give" | "track" | "view" | "resolve" | "pace")
 }

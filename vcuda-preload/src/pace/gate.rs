@@ -1,0 +1,561 @@
+//! When a launch may go, and what it took: the part of pacing that is only thought. It knows no driver and no clock;
+//! the time is a parameter, and marks in streams are what [`Marks`] says of them.
+//!
+//! Launches in a stream form *batches*. A mark in the stream behind each batch tells when it ended; one before it when it
+//! began, unless the batch before it was still under way: then it began when that one ended. What a batch takes is
+//! learnt by function, never guessed from its grid. A batch is short; a function that is not known yet gets one of its
+//! own. Where launches come one by one, so do batches: a mark that is only made at the next launch would count the
+//! time in between.
+
+use region::{Budget, SLOT_NS, Terms};
+
+/// Batches under way at a time, in one process on one GPU.
+pub(crate) const BATCHES: usize = 64;
+
+/// Work that may be queued, in nanoseconds of GPU time, where two kernels are not longer.
+const QUEUED_NS: u64 = 2 * SLOT_NS;
+
+/// So long work may last beyond the slots, to make up for a late start.
+const OVER_NS: u64 = SLOT_NS / 2;
+
+/// What a batch may be expected to take before it is closed.
+const BATCH_NS: u64 = 250_000;
+
+/// Launches of a batch.
+const BATCH_LAUNCHES: u32 = 64;
+
+/// Launches further apart are not of one batch: the GPU may have been idle in between.
+const GAP_NS: u64 = 100_000;
+
+/// What a function that has never been measured is thought to take.
+const UNKNOWN_NS: u64 = 100_000;
+
+/// So long a launch waits for queued work that does not end, besides twice what that should take: it may wait for this
+/// very launch.
+const PATIENCE_NS: u64 = 20_000_000;
+
+/// So long a launch waits for another of the same function of which nobody knows how long it takes.
+const UNSURE_PATIENCE_NS: u64 = 1_000_000_000;
+
+/// So long a launch waits for a budget that queued work without an end uses up: the same.
+const LONG_PATIENCE_NS: u64 = 5_000_000_000;
+
+/// Functions whose times are remembered.
+const FUNCTIONS: usize = 512;
+
+/// A mark that was put into a stream, if `event` is not 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Mark {
+    /// What the driver knows it by.
+    pub event: u64,
+    /// CLOCK_MONOTONIC in nanoseconds right before it was put there; 0 if it was not.
+    pub put_ns: u64,
+}
+
+/// What becomes of marks.
+pub(crate) trait Marks {
+    /// CLOCK_MONOTONIC in nanoseconds at which work in the stream passed the mark; none if it has not at the moment
+    /// `now_ns`.
+    fn passed(&mut self, context: u64, mark: &mut Mark, now_ns: u64) -> Option<u64>;
+}
+
+/// Where work is done in order: a stream of a context, and where the stream has a different meaning in each thread, a
+/// thread.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Lane {
+    pub context: u64,
+    pub stream: u64,
+    /// 0 for a stream that all threads mean.
+    pub thread: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+enum Stage {
+    #[default]
+    Free = 0,
+    /// A launch is on its way to the driver.
+    Launching,
+    /// The next launch may join.
+    Open,
+    /// Its end is about to be marked.
+    Closing,
+    Closed,
+}
+
+/// All zero is a free one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Batch {
+    stage: Stage,
+    /// Number of the batch before it in its lane, plus one, while that is under way.
+    after: u8,
+    pub lane: Lane,
+    /// Context that the marks' events belong to, if there are any.
+    pub events_of: u64,
+    pub start: Mark,
+    pub end: Mark,
+    /// When it began; 0 while that is not known.
+    begun_ns: u64,
+    /// When its last launch was made.
+    last_ns: u64,
+    launches: u32,
+    /// What it was thought to take.
+    expected_ns: u64,
+    /// What has been counted of it.
+    counted_ns: u64,
+    /// What is left of that taken from the budget for it.
+    taken: u64,
+    /// The function of it that takes the longest, how often, and what all others should take.
+    function: u64,
+    function_ns: u64,
+    function_launches: u32,
+    others_ns: u64,
+    /// Batches count up.
+    number: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Function {
+    key: u64,
+    /// GPU time that a launch takes, in nanoseconds.
+    ns: u64,
+    /// Nanoseconds from its start to its end, which is longer where others run beside it.
+    wall_ns: u64,
+}
+
+/// A launch that wants to go.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Launch {
+    pub lane: Lane,
+    /// What is launched: a function, or a graph.
+    pub function: u64,
+    /// When it first asked.
+    pub asked_ns: u64,
+}
+
+/// What holds around a question.
+pub(crate) struct Around<'a, M, O> {
+    pub now_ns: u64,
+    pub terms: &'a Terms,
+    pub budget: Budget<'a>,
+    pub marks: &'a mut M,
+    /// Since when other processes of the container have work under way.
+    pub others: O,
+}
+
+/// An answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// Launch, and say so by [`Gate::launched`]; before that mark the start of the batch, if it `starts`.
+    Go { batch: usize, starts: bool, taken: u64, known: bool },
+    /// Launch; there is no telling what it takes.
+    GoUnmeasured,
+    /// Mark the end of this batch, say so by [`Gate::closed`], and ask again.
+    Close(usize),
+    /// Ask again after so many nanoseconds. Batches should be closed meanwhile.
+    Wait(u64),
+}
+
+/// What a process knows of its work on one GPU. All zero at first.
+pub(crate) struct Gate {
+    batches: [Batch; BATCHES],
+    functions: [Function; FUNCTIONS],
+    /// Batches that were ever used: the first so many.
+    used: usize,
+    /// Of these, the ones that are not free.
+    active: u32,
+    /// Launches that make a batch now.
+    length: u32,
+    last_number: u64,
+    /// When a batch last ended.
+    moved_ns: u64,
+    /// When the dead were last looked for.
+    pub reaped_ns: u64,
+}
+
+impl Gate {
+    #[cfg(test)]
+    pub fn new() -> Self {
+        Self {
+            batches: [Batch::default(); BATCHES],
+            functions: [Function::default(); FUNCTIONS],
+            used: 0,
+            active: 0,
+            length: 0,
+            last_number: 0,
+            moved_ns: 0,
+            reaped_ns: 0,
+        }
+    }
+
+    /// Whether any work may be under way.
+    pub fn is_active(&self) -> bool {
+        self.active > 0
+    }
+
+    /// A batch that [`Answer`] named.
+    pub fn batch(&mut self, batch: usize) -> &mut Batch {
+        &mut self.batches[batch % BATCHES]
+    }
+
+    /// All of them.
+    pub fn batches(&mut self) -> impl Iterator<Item = &mut Batch> {
+        self.batches.iter_mut()
+    }
+
+    /// Those that are not free.
+    fn under_way(&self) -> impl Iterator<Item = (usize, &Batch)> {
+        self.batches[..self.used].iter().enumerate().filter(|(_, batch)| batch.stage != Stage::Free)
+    }
+
+    fn under_way_mut(&mut self) -> impl Iterator<Item = (usize, &mut Batch)> {
+        self.batches[..self.used].iter_mut().enumerate().filter(|(_, batch)| batch.stage != Stage::Free)
+    }
+
+    /// May `launch` go?
+    pub fn ask<M: Marks, O: Fn() -> Option<u64>>(
+        &mut self,
+        launch: &Launch,
+        around: &mut Around<'_, M, O>,
+    ) -> Answer {
+        let (now, terms) = (around.now_ns, around.terms);
+        match terms.slots.wait_from(now) {
+            Some(0) => {}
+            wait => {
+                self.poll(around);
+                return Answer::Wait(wait.unwrap_or(SLOT_NS));
+            }
+        }
+        let function = self.function(launch.function);
+        let (known, expected, wall) = function
+            .map_or((false, UNKNOWN_NS, UNKNOWN_NS), |function| (true, function.ns, function.wall_ns));
+
+        let mut current = self.last_in(launch.lane);
+        let joins = current.is_some_and(|at| {
+            let batch = &self.batches[at];
+            batch.stage == Stage::Open
+                && known
+                && batch.launches < self.length
+                && batch.expected_ns + expected <= BATCH_NS
+                && now.saturating_sub(batch.last_ns) < GAP_NS
+        });
+        let mut polled = false;
+        if !joins || self.queued_ns() + expected > most_queued(wall) {
+            self.poll(around);
+            polled = true;
+            current = self.last_in(launch.lane);
+        }
+        let stuck_ns = now.saturating_sub(launch.asked_ns.max(self.moved_ns));
+        if self.active > 0 {
+            let queued = self.queued_ns();
+            let surplus = (queued + expected).saturating_sub(most_queued(wall));
+            // What nobody has measured yet is not launched twice, nor what takes much longer than it ever did.
+            let unsure = self.under_way().any(|(_, batch)| {
+                batch.function == launch.function
+                    && (!known || batch.counted_ns > batch.expected_ns.saturating_mul(2) + UNKNOWN_NS)
+            });
+            let patience = PATIENCE_NS.saturating_add(2 * queued);
+            if surplus > 0 && stuck_ns < patience || unsure && stuck_ns < UNSURE_PATIENCE_NS {
+                // Work is looked at about twice before there should be room.
+                return Answer::Wait((surplus / 2).clamp(20_000, SLOT_NS));
+            }
+        }
+        // It should be done when the slots end; unless it could never be, or all of it is owed to the share.
+        let mut queued = around.budget.queued_ns(now);
+        if queued > 0 && self.active == 0 && (around.others)().is_none() {
+            // It took less than was thought.
+            around.budget.none_queued(now);
+            queued = 0;
+        }
+        let left = terms.slots.left_from(now);
+        if queued.saturating_add(expected) > left.saturating_add(OVER_NS) {
+            let fits_some_time = expected <= terms.slots.longest_ns();
+            if queued > OVER_NS || fits_some_time && !around.budget.covers(now, terms, expected) {
+                if !polled {
+                    self.poll(around);
+                }
+                // Work may turn out shorter.
+                return Answer::Wait(left.clamp(20_000, BATCH_NS));
+            }
+        }
+        let batch = match current {
+            Some(at) if joins => Some(at),
+            Some(at) if self.batches[at].stage == Stage::Open => {
+                // That it was still open means that nothing told its end in time.
+                if now.saturating_sub(self.batches[at].last_ns) >= GAP_NS {
+                    self.length = 1;
+                }
+                self.batches[at].stage = Stage::Closing;
+                return Answer::Close(at);
+            }
+            _ => self.free_for(launch.lane.context),
+        };
+        if batch.is_none() && stuck_ns < PATIENCE_NS {
+            return Answer::Wait(BATCH_NS / 5);
+        }
+        let taken = match around.budget.take(now, terms, expected) {
+            Ok(taken) => taken,
+            Err(_) if self.active > 0 && stuck_ns >= LONG_PATIENCE_NS => 0,
+            Err(wait) => {
+                if !polled {
+                    self.poll(around);
+                }
+                return Answer::Wait(wait);
+            }
+        };
+        let Some(at) = batch else { return Answer::GoUnmeasured };
+        if joins {
+            self.batches[at].stage = Stage::Launching;
+            return Answer::Go { batch: at, starts: false, taken, known };
+        }
+        // Behind a batch that is under way, this one begins when that one ends. One that is just being launched by
+        // another thread tells nothing.
+        let after = current.filter(|at| matches!(self.batches[*at].stage, Stage::Closing | Stage::Closed));
+        self.last_number += 1;
+        self.active += 1;
+        self.used = self.used.max(at + 1);
+        let batch = &mut self.batches[at];
+        *batch = Batch {
+            stage: Stage::Launching,
+            after: after.and_then(|at| u8::try_from(at + 1).ok()).unwrap_or(0),
+            lane: launch.lane,
+            number: self.last_number,
+            last_ns: now,
+            events_of: batch.events_of,
+            start: Mark { event: batch.start.event, put_ns: 0 },
+            end: Mark { event: batch.end.event, put_ns: 0 },
+            ..Batch::default()
+        };
+        Answer::Go { batch: at, starts: batch.after == 0, taken, known }
+    }
+
+    /// The launch for which [`Answer::Go`] was given has been made, or failed. True: mark the end of its batch now, and
+    /// say so by [`Gate::closed`].
+    pub fn launched(
+        &mut self,
+        at: usize,
+        launch: &Launch,
+        (taken, known): (u64, bool),
+        went: bool,
+        now_ns: u64,
+        budget: Budget<'_>,
+    ) -> bool {
+        let expected = self.function(launch.function).map_or(UNKNOWN_NS, |function| function.ns);
+        let length = self.length.max(1);
+        let batch = &mut self.batches[at];
+        if batch.stage != Stage::Launching {
+            // Its context is gone.
+            return false;
+        }
+        if !went {
+            budget.give(taken);
+            budget.correct(now_ns, expected, 0);
+            if batch.launches == 0 {
+                self.free(at);
+            } else {
+                batch.stage = Stage::Open;
+            }
+            return false;
+        }
+        batch.launches += 1;
+        batch.taken = batch.taken.saturating_add(taken);
+        batch.last_ns = now_ns;
+        batch.expected_ns += expected;
+        if launch.function == batch.function {
+            batch.function_launches += 1;
+        } else if batch.function == 0 || expected > batch.function_ns {
+            batch.others_ns = batch.expected_ns - expected;
+            (batch.function, batch.function_ns, batch.function_launches) = (launch.function, expected, 1);
+        } else {
+            batch.others_ns += expected;
+        }
+        let full = batch.launches >= length;
+        let closes = full || !known || batch.expected_ns + expected > BATCH_NS || batch.lane.thread != 0;
+        batch.stage = if closes { Stage::Closing } else { Stage::Open };
+        if full && known {
+            self.length = (length * 2).min(BATCH_LAUNCHES);
+        }
+        closes
+    }
+
+    /// An open batch of those that `which` wants, for its end to be marked.
+    pub fn open_batch(&mut self, which: impl Fn(&Batch) -> bool) -> Option<usize> {
+        let at = self.batches.iter().position(|batch| batch.stage == Stage::Open && which(batch))?;
+        self.batches[at].stage = Stage::Closing;
+        Some(at)
+    }
+
+    /// The end of a batch has been marked, or could not be: then what was taken for it stands for what it took.
+    pub fn closed(&mut self, at: usize, end: Mark, marked: bool, now_ns: u64) {
+        let batch = &mut self.batches[at];
+        if batch.stage != Stage::Closing {
+            return;
+        }
+        if marked {
+            batch.end = end;
+            batch.stage = Stage::Closed;
+        } else {
+            self.ended(at, now_ns);
+        }
+    }
+
+    /// The start of a batch could not be marked: what was taken for it stands for what it takes.
+    pub fn abandon(&mut self, at: usize, now_ns: u64) {
+        if self.batches[at].stage == Stage::Launching {
+            self.ended(at, now_ns);
+        }
+    }
+
+    /// Looks which work has ended, counts it, and pays for it.
+    pub fn poll<M: Marks, O: Fn() -> Option<u64>>(&mut self, around: &mut Around<'_, M, O>) {
+        let now = around.now_ns;
+        // Each round ends a batch.
+        for _ in 0..BATCHES {
+            if self.active == 0 {
+                return;
+            }
+            for (_, batch) in self.under_way_mut() {
+                if batch.after == 0 && batch.begun_ns == 0 && batch.start.put_ns != 0 {
+                    let began = around.marks.passed(batch.lane.context, &mut batch.start, now);
+                    batch.begun_ns = began.map_or(0, |at| at.clamp(1, now));
+                }
+            }
+            let ended = self.under_way_mut().find_map(|(at, batch)| {
+                let endable = batch.stage == Stage::Closed && batch.after == 0;
+                let end =
+                    if endable { around.marks.passed(batch.lane.context, &mut batch.end, now) } else { None };
+                Some((at, end?.min(now)))
+            });
+            let Some((at, end)) = ended else { break };
+            if self.batches[at].begun_ns == 0 {
+                let batch = &mut self.batches[at];
+                // The start was not passed a moment ago.
+                let began = around.marks.passed(batch.lane.context, &mut batch.start, now);
+                batch.begun_ns = began.unwrap_or(end).clamp(1, end.max(1));
+            }
+            let since = self.busy_since(&around.others).unwrap_or(end);
+            let counted = around.budget.count(now, since, end);
+            let batch = &mut self.batches[at];
+            batch.counted_ns += counted;
+            around.budget.pay(around.terms, counted, &mut batch.taken);
+            around.budget.give(batch.taken);
+            around.budget.correct(now, batch.expected_ns, batch.counted_ns);
+            let batch = *batch;
+            self.learn(&batch, end);
+            self.ended(at, end);
+            self.moved_ns = now;
+        }
+        // What has begun and not ended is busy until now.
+        let running = self.under_way_mut().map(|(_, batch)| batch).filter(|batch| batch.begun_ns != 0);
+        if let Some(batch) = running.min_by_key(|batch| batch.begun_ns) {
+            // An open batch may have ended: nothing tells.
+            if matches!(batch.stage, Stage::Closed | Stage::Closing) {
+                let counted = around.budget.count(now, batch.begun_ns, now);
+                batch.counted_ns += counted;
+                around.budget.pay(around.terms, counted, &mut batch.taken);
+            }
+        }
+        if self.active > 0 {
+            around.budget.wants(now);
+        }
+    }
+
+    /// Since when work has been under way, as far as known; 0 if none is.
+    pub fn open_since(&self) -> u64 {
+        let since = |batch: &Batch| if batch.begun_ns == 0 { batch.last_ns } else { batch.begun_ns };
+        self.under_way().map(|(_, batch)| since(batch)).min().unwrap_or(0)
+    }
+
+    /// A context is about to be destroyed: its work ends here.
+    pub fn forget(&mut self, context: u64, now_ns: u64, terms: &Terms, budget: Budget<'_>) {
+        for at in 0..BATCHES {
+            let batch = &mut self.batches[at];
+            if batch.stage == Stage::Free || batch.lane.context != context {
+                continue;
+            }
+            if batch.begun_ns != 0 {
+                let counted = budget.count(now_ns, batch.begun_ns, now_ns);
+                budget.pay(terms, counted, &mut batch.taken);
+            }
+            self.ended(at, now_ns);
+        }
+    }
+
+    /// Work that is queued, in nanoseconds of GPU time.
+    fn queued_ns(&self) -> u64 {
+        // What has been counted is over, unless it takes longer than it should.
+        let rest = |batch: &Batch| {
+            batch.expected_ns.saturating_sub(batch.counted_ns).max(batch.expected_ns / 8).max(1_000)
+        };
+        self.under_way().map(|(_, batch)| rest(batch)).sum()
+    }
+
+    fn busy_since(&self, others: &impl Fn() -> Option<u64>) -> Option<u64> {
+        let begun = self.under_way().map(|(_, batch)| batch.begun_ns).filter(|begun| *begun != 0);
+        begun.chain(others()).min()
+    }
+
+    fn last_in(&self, lane: Lane) -> Option<usize> {
+        let of_lane = self.under_way().filter(|(_, batch)| batch.lane == lane);
+        of_lane.max_by_key(|(_, batch)| batch.number).map(|(at, _)| at)
+    }
+
+    /// A free batch: one that has its events in this context, else one that has none, else any.
+    fn free_for(&self, context: u64) -> Option<usize> {
+        let rank = |batch: &Batch| match batch.events_of {
+            of if of == context => 0,
+            0 => 1,
+            _ => 2,
+        };
+        let free = self.batches.iter().enumerate().filter(|(_, batch)| batch.stage == Stage::Free);
+        free.min_by_key(|(_, batch)| rank(batch)).map(|(at, _)| at)
+    }
+
+    fn ended(&mut self, at: usize, end_ns: u64) {
+        for (_, batch) in self.under_way_mut() {
+            if usize::from(batch.after) == at + 1 {
+                batch.after = 0;
+                batch.begun_ns = end_ns.max(1);
+            }
+        }
+        self.free(at);
+    }
+
+    fn free(&mut self, at: usize) {
+        self.batches[at].stage = Stage::Free;
+        self.active -= 1;
+    }
+
+    fn function(&self, key: u64) -> Option<&Function> {
+        Some(&self.functions[place(key)]).filter(|function| function.key == key && key != 0)
+    }
+
+    /// Remembers what the longest function of an ended batch took: an average of the last few.
+    fn learn(&mut self, batch: &Batch, end_ns: u64) {
+        if batch.function == 0 || batch.function_launches == 0 {
+            return;
+        }
+        let took = end_ns.saturating_sub(batch.begun_ns);
+        let one =
+            |ns: u64| (ns.saturating_sub(batch.others_ns) / u64::from(batch.function_launches)).max(100);
+        let (ns, wall) = (one(batch.counted_ns.min(took)), one(took));
+        let function = &mut self.functions[place(batch.function)];
+        if function.key != batch.function {
+            *function = Function { key: batch.function, ns, wall_ns: wall };
+            return;
+        }
+        let towards =
+            |old: u64, new: u64| if new > old { old + (new - old) / 2 + 1 } else { old - (old - new) / 8 };
+        function.ns = towards(function.ns, ns);
+        function.wall_ns = towards(function.wall_ns, wall);
+    }
+}
+
+/// Work that may be queued before a launch that takes so long from its start to its end.
+fn most_queued(wall_ns: u64) -> u64 {
+    QUEUED_NS.max(wall_ns.saturating_mul(2))
+}
+
+fn place(key: u64) -> usize {
+    usize::try_from((key >> 3).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 55).unwrap_or(0) % FUNCTIONS
+}
