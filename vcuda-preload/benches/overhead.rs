@@ -12,6 +12,7 @@ use std::{
 };
 
 use common::{MIB, Model, can_mount, compile, limit, source};
+use region::{GpuLimit, LimitsWriter};
 
 struct Bench {
     model: Model,
@@ -72,7 +73,12 @@ fn main() {
     let bench = Bench { model, program };
     println!("shim: {}\n", common::shim().display());
     println!("{:<44} {:>11} {:>11} {:>10}   {:>6}   target", "ns", "without", "with", "added", "ratio");
-    row("launch", bench.pair(&["launch"]), "adds at most 5");
+    let node = LimitsWriter::open(&bench.model.room.limits()).unwrap();
+    // Alone on the GPU, with leave to use all of it.
+    node.set(&GpuLimit { core_percent: 100, core_limit_percent: 100, ..limit(0, 40960 * MIB) }).unwrap();
+    row("launch, unpaced", bench.pair(&["launch"]), "adds at most 5");
+    node.set(&GpuLimit { core_percent: 99, core_limit_percent: 99, ..limit(0, 40960 * MIB) }).unwrap();
+    row("launch, paced", bench.pair(&["launch"]), "");
     row("cuMemGetInfo", bench.pair(&["info"]), "adds at most 50");
     for live in [1, 1_000, 50_000, 1_000_000] {
         let what = format!("allocation and free, {live} live");

@@ -221,6 +221,7 @@ const CLIENTS: usize = 512;
 const CLIENT_BYTES: usize = 8 * (1 + GPUS);
 const CLIENTS_USED_AT: usize = 8 * (3 * GPUS + 1);
 const CLIENTS_AT: usize = CLIENTS_USED_AT + 8;
+const BUSY_AT: usize = CLIENTS_AT + CLIENTS * CLIENT_BYTES + 8 * GPUS;
 
 /// UUID of a GPU of the driver in small.
 pub fn model_uuid(gpu: u8) -> [u8; 16] {
@@ -272,7 +273,7 @@ impl Model {
         let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
         let path = room.folder.path().join("state");
         let state = File::options().read(true).write(true).create_new(true).open(path).unwrap();
-        state.set_len((CLIENTS_AT + CLIENTS * CLIENT_BYTES) as u64).unwrap();
+        state.set_len((BUSY_AT + 8 * GPUS) as u64).unwrap();
         let model = Self { room, session, state };
         for (gpu, number) in (0..GPUS).zip(0..) {
             model.write(8 * gpu, total);
@@ -280,6 +281,11 @@ impl Model {
             model.write(8 * (GPUS + gpu), ceiling.map_or(0, |limit| limit.memory_bytes));
         }
         model
+    }
+
+    /// Nanoseconds that kernels on a GPU have taken, or will have when they are done.
+    pub fn busy_ns(&self, gpu: usize) -> u64 {
+        self.read(BUSY_AT + 8 * gpu)
     }
 
     fn read(&self, at: usize) -> u64 {

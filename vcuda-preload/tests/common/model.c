@@ -1,7 +1,8 @@
 /* A driver in small, libcuda and NVML in one library, for what no real driver does without a GPU: it gives memory out by
  * the rules of the real one (pools grow in steps and shrink when waited for, physical memory lives as long as a handle or
  * a mapping, contexts take their blocks along, graphs take their memory when they first run), and keeps in a file what
- * each process holds, so that a test can tell whether the ceiling ever was passed. */
+ * each process holds, so that a test can tell whether the ceiling ever was passed. Kernels take the nanoseconds that their
+ * handle says, one after another whoever launched them, and compute nothing. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define GPUS 4
@@ -30,6 +32,8 @@ struct state {
     _Atomic uint64_t passed;          /* times that the ceiling was passed */
     _Atomic uint64_t clients_used;    /* of those below, the first so many */
     struct { _Atomic int64_t pid; _Atomic uint64_t used[GPUS]; } clients[CLIENTS];
+    _Atomic uint64_t free_at[GPUS];   /* CLOCK_MONOTONIC at which all that was launched is done, in nanoseconds */
+    _Atomic uint64_t busy[GPUS];      /* nanoseconds that kernels took, or will have taken */
 };
 
 static struct state *state;
@@ -469,7 +473,18 @@ int cuMemRetainAllocationHandle(struct physical **handle, uint64_t address) {
 /* ---- streams, pools ---- */
 
 struct graph;
-struct stream { struct context *context; struct graph *capture; };
+struct stream { struct context *context; struct graph *capture; _Atomic uint64_t done_at; };
+static struct stream default_stream;
+static uint64_t now_ns(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000ull + time.tv_nsec;
+}
+static struct stream *stream_of(struct stream *stream) { return (uintptr_t)stream > 2 ? stream : &default_stream; }
+static void wait_until(uint64_t at) {
+    while (now_ns() < at)
+        usleep(50);
+}
 struct pool { int gpu; uint64_t reserved, used, threshold; int live, destroyed; };
 static struct pool default_pools[GPUS], *current_pools[GPUS];
 
@@ -559,8 +574,39 @@ static void shrink_all(void) {
     }
     pthread_mutex_unlock(&lock);
 }
-int cuStreamSynchronize(struct stream *stream) { return (void)stream, shrink_all(), OK; }
-int cuCtxSynchronize(void) { return shrink_all(), OK; }
+static _Atomic uint64_t all_done_at;
+int cuStreamSynchronize(struct stream *stream) { return wait_until(stream_of(stream)->done_at), shrink_all(), OK; }
+int cuCtxSynchronize(void) { return wait_until(all_done_at), shrink_all(), OK; }
+
+/* Events: when the stream they were recorded in will have come to them. */
+struct event { uint64_t at; };
+#define NOT_READY 600
+static _Atomic int events_alive, recorded_while_capturing;
+int cuEventCreate(struct event **event, unsigned flags) {
+    (void)flags;
+    if (!CURRENT)
+        return INVALID_CONTEXT;
+    events_alive++;
+    return *event = calloc(1, sizeof **event), OK;
+}
+int cuEventDestroy_v2(struct event *event) {
+    events_alive--;
+    return free(event), OK;
+}
+int cuEventRecord(struct event *event, struct stream *stream) {
+    if (stream_of(stream)->capture)
+        recorded_while_capturing++;
+    uint64_t now = now_ns(), done = stream_of(stream)->done_at;
+    return event->at = done > now ? done : now, OK;
+}
+int cuEventQuery(struct event *event) { return event->at && now_ns() < event->at ? NOT_READY : OK; }
+int cuEventSynchronize(struct event *event) { return wait_until(event->at), OK; }
+int cuEventElapsedTime(float *milliseconds, struct event *from, struct event *to) {
+    return *milliseconds = ((double)to->at - (double)from->at) / 1e6, OK;
+}
+int cuStreamDestroy_v2(struct stream *stream) { return free(stream), OK; }
+int modelEvents(void) { return events_alive; }
+int modelRecordedWhileCapturing(void) { return recorded_while_capturing; }
 int cuMemPoolTrimTo(struct pool *pool, size_t keep) {
     pthread_mutex_lock(&lock);
     pool_shrink(pool, keep);
@@ -658,8 +704,11 @@ int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_
     pthread_mutex_unlock(&lock);
     return OK;
 }
+static uint64_t graph_takes;
+void modelGraphTakes(uint64_t takes) { graph_takes = takes; }
+static int kernel(uint64_t takes, struct stream *stream);
 int cuGraphLaunch(struct exec *exec, struct stream *stream) {
-    (void)stream;
+    kernel(graph_takes, stream);
     if (exec->mapped || !exec->bytes)
         return OK;
     int result = take(gpu_of(exec->device), exec->bytes);
@@ -667,7 +716,12 @@ int cuGraphLaunch(struct exec *exec, struct stream *stream) {
         exec->mapped = 1, graph_reserved[exec->device] += exec->bytes;
     return result;
 }
-int cuGraphUpload(struct exec *exec, struct stream *stream) { return cuGraphLaunch(exec, stream); }
+int cuGraphUpload(struct exec *exec, struct stream *stream) {
+    uint64_t takes = graph_takes;
+    graph_takes = 0;
+    int result = cuGraphLaunch(exec, stream);
+    return graph_takes = takes, result;
+}
 int cuGraphExecDestroy(struct exec *exec) {
     pthread_mutex_lock(&lock);
     struct exec **at = &execs;
@@ -699,12 +753,63 @@ int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
 
 /* ---- launches ---- */
 
+static int kernel(uint64_t takes, struct stream *stream) {
+    stream = stream_of(stream);
+    if (!takes || stream->capture)
+        return OK;
+    if (!CURRENT)
+        return INVALID_CONTEXT;
+    int gpu = gpu_of(CURRENT->device);
+    uint64_t free_at = state->free_at[gpu], done;
+    do {
+        uint64_t start = now_ns();
+        start = start > free_at ? start : free_at;
+        start = start > stream->done_at ? start : stream->done_at;
+        done = start + takes;
+    } while (!atomic_compare_exchange_weak(&state->free_at[gpu], &free_at, done));
+    stream->done_at = done;
+    if (all_done_at < done)
+        all_done_at = done;
+    state->busy[gpu] += takes;
+    return OK;
+}
 int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h, void *i,
                    void **j, void **k) {
     static volatile int launched;
-    (void)f, (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)h, (void)i, (void)j, (void)k;
+    (void)a, (void)b, (void)c, (void)d, (void)e, (void)g, (void)h, (void)j, (void)k;
     launched = 1;
-    return launched - 1;
+    return f ? kernel((uintptr_t)f, i) : launched - 1;
+}
+int cuLaunchKernel_ptsz(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h,
+                        void *i, void **j, void **k) {
+    return cuLaunchKernel(f, a, b, c, d, e, g, h, i, j, k);
+}
+struct config { unsigned extents[7]; struct stream *stream; void *attributes; unsigned count; };
+int cuLaunchKernelEx(const struct config *config, void *f, void **parameters, void **extra) {
+    return (void)parameters, (void)extra, kernel((uintptr_t)f, config->stream);
+}
+int cuLaunchKernelEx_ptsz(const struct config *config, void *f, void **parameters, void **extra) {
+    return cuLaunchKernelEx(config, f, parameters, extra);
+}
+int cuLaunchCooperativeKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h,
+                              void *i, void **j) {
+    return cuLaunchKernel(f, a, b, c, d, e, g, h, i, j, NULL);
+}
+int cuLaunchCooperativeKernel_ptsz(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g,
+                                   unsigned h, void *i, void **j) {
+    return cuLaunchKernel(f, a, b, c, d, e, g, h, i, j, NULL);
+}
+struct multi { void *f; unsigned extents[7]; struct stream *stream; void **parameters; };
+int cuLaunchCooperativeKernelMultiDevice(struct multi *list, unsigned count, unsigned flags) {
+    (void)flags;
+    for (unsigned n = 0; n < count; n++)
+        kernel((uintptr_t)list[n].f, list[n].stream);
+    return OK;
+}
+int cuLaunch(void *f) { return kernel((uintptr_t)f, NULL); }
+int cuLaunchGrid(void *f, int width, int height) { return (void)width, (void)height, kernel((uintptr_t)f, NULL); }
+int cuLaunchGridAsync(void *f, int width, int height, struct stream *stream) {
+    return (void)width, (void)height, kernel((uintptr_t)f, stream);
 }
 
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {

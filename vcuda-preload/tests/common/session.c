@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef uint64_t u64;
@@ -57,6 +58,39 @@ static void *of_model(const char *name) { return dlsym(dlopen("/usr/local/vcuda/
 struct properties { int kind, handle_types, location_kind, location; u64 rest[9]; };
 struct shape { size_t width, height, depth; unsigned format, channels, flags; };
 struct alloc { struct properties pool; void *access; size_t access_count, bytes; u64 address; };
+
+/* Launches a kernel that takes so long, by one of the doors. */
+static int launch_by(int door, u64 takes, u64 stream) {
+    static u64 exec;
+    struct { unsigned extents[7]; u64 stream; void *attributes; unsigned count; } config = {{1, 1, 1, 1, 1, 1, 0}, stream, NULL, 0};
+    struct { u64 f; unsigned extents[7]; u64 stream; void *parameters; } list = {takes, {1, 1, 1, 1, 1, 1, 0}, stream, NULL};
+    switch (door) {
+    case 0: return CALL("cuLaunchKernel", takes, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+    case 1: return CALL("cuLaunchKernelEx", &config, takes, NULL, NULL);
+    case 2: return CALL("cuLaunchCooperativeKernel", takes, 1, 1, 1, 1, 1, 1, 0, stream, NULL);
+    case 3: return CALL("cuLaunchCooperativeKernelMultiDevice", &list, 1, 0);
+    case 4: return CALL("cuLaunchGridAsync", takes, 1, 1, stream);
+    case 5: return CALL("cuLaunch", takes);
+    case 6: return CALL("cuLaunchGrid", takes, 1, 1);
+    case 7: return CALL("cuLaunchKernel_ptsz", takes, 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+    case 8: return CALL("cuLaunchKernelEx_ptsz", &config, takes, NULL, NULL);
+    case 9: return CALL("cuLaunchCooperativeKernel_ptsz", takes, 1, 1, 1, 1, 1, 1, 0, stream, NULL);
+    default:
+        if (!exec) {
+            u64 graph;
+            if (CALL("cuGraphCreate", &graph, 0UL) || CALL("cuGraphInstantiateWithFlags", &exec, graph, 0UL))
+                return -1;
+            ((void (*)(u64))of_model("modelGraphTakes"))(takes);
+        }
+        return CALL("cuGraphLaunch", exec, stream);
+    }
+}
+
+static u64 now_ms(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000ull + time.tv_nsec / 1000000;
+}
 
 static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     struct properties properties = {1, 0, 1, 0, {0}};
@@ -229,6 +263,48 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         int status;
         waitpid(child, &status, 0);
         return status;
+    }
+    if (!strcmp(name, "spin")) {
+        /* Kernels of `a` ns for `b` ms, by a door, in so many streams, waiting for each or not: `c` is door + 100 × streams
+         * + 10000 × waits. How many, and the events that were alive. */
+        static u64 streams[64];
+        u64 count = c / 100 % 100, end = now_ms() + b;
+        for (u64 n = 0; n < count; n++)
+            if (!streams[n] && CALL("cuStreamCreate", &streams[n], 0UL))
+                return -1;
+        for (int result; now_ms() < end; out[0]++) {
+            u64 stream = count ? streams[out[0] % count] : 0;
+            errno = 77;
+            if ((result = launch_by(c % 100, a, stream)))
+                return result;
+            if (errno != 77)
+                return -2;
+            if (c / 10000 && (result = CALL("cuStreamSynchronize", stream)))
+                return result;
+        }
+        out[1] = ((int (*)(void))of_model("modelEvents"))();
+        return 0;
+    }
+    if (!strcmp(name, "launch-by")) return launch_by(c, a, b);
+    if (!strcmp(name, "sync")) return CALL("cuCtxSynchronize");
+    if (!strcmp(name, "destroy-stream")) return CALL("cuStreamDestroy_v2", a);
+    if (!strcmp(name, "marks-captured")) return out[0] = ((int (*)(void))of_model("modelRecordedWhileCapturing"))(), 0;
+    if (!strcmp(name, "fork-spin")) {
+        /* For `b` ms, a child for each launch of `a` ns, which waits for it or (`c`) does not. */
+        for (u64 end = now_ms() + b; now_ms() < end; out[0]++) {
+            pid_t child = fork();
+            if (!child) {
+                u64 got[2];
+                if (command("init", 0, 0, 0, got) || launch_by(0, a, 0) || (!c && CALL("cuCtxSynchronize")))
+                    _exit(1);
+                _exit(0);
+            }
+            int status;
+            waitpid(child, &status, 0);
+            if (status)
+                return status;
+        }
+        return 0;
     }
     if (!strcmp(name, "become")) {
         fflush(stdout);
