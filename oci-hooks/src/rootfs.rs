@@ -282,6 +282,10 @@ impl Folder {
 
     /// Puts a symlink to `target`, taken as it is, in the place of whatever `name` is, except a folder.
     pub fn replace_link(&self, name: &OsStr, target: &Path) -> Result<(), RootfsError> {
+        // Where nothing is, nothing need be replaced.
+        if fs::symlinkat(target, &self.fd, name).is_ok() {
+            return Ok(());
+        }
         self.replace(name, "write the link", |temporary| fs::symlinkat(target, &self.fd, temporary))
     }
 
