@@ -18,6 +18,9 @@ use vcuda_config::annotation;
 const GIB: u64 = 1 << 30;
 const SOON: Duration = Duration::from_secs(20);
 
+/// What settles does so within a second or two; a busy machine may need a while.
+const SETTLED: Duration = Duration::from_secs(60);
+
 async fn node() -> Node {
     Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap()
 }
@@ -149,5 +152,85 @@ async fn a_running_share_without_slots_gets_its_own_at_the_next_start() {
     assert_eq!(shares.records.values().next().unwrap().gpus[0].slots.count(), 30);
     node.wait_until("the running container has its slots", SOON, async || own() == 30).await.unwrap();
     node.kubelet.delete(&running).await.unwrap();
+    node.assert_empty().await;
+}
+
+/// Percent of its GPU's time that the container of a pod uses, by its own measure, over two seconds. It asks no daemon.
+fn measured(node: &Node, pod: &str) -> f64 {
+    let mut command = node.vcuda.command("vcuda-device-plugin");
+    let output = command.args(["top", "--count", "2", "--interval", "2", "-o", "json"]).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let look: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let shares = look["shares"].as_array().unwrap();
+    let share = shares.iter().find(|share| share["pod"] == pod).unwrap();
+    share["measuredPermille"].as_f64().unwrap() / 10.0
+}
+
+/// Whether `found` may be a share of `percent`: never more, and less only as far as a busy machine lets a program come
+/// late to launch. `integration/bench share` measures how exact shares are.
+fn is_share(found: f64, percent: f64) -> bool {
+    (percent * 0.7..=percent + 4.0).contains(&found)
+}
+
+/// Waits until the container of each pod uses so many percent of its GPU's time. How long that takes is the machine's
+/// matter, so it is not asserted.
+async fn settles(node: &Node, what: &str, wanted: &[(&str, f64)]) {
+    let near = |(pod, percent): &(&str, f64)| is_share(measured(node, pod), *percent);
+    let settled = node.wait_until(what, SETTLED, async || wanted.iter().all(near)).await;
+    if settled.is_err() {
+        let found: Vec<_> = wanted.iter().map(|(pod, _)| (pod, measured(node, pod))).collect();
+        panic!("{what}: {wanted:?}, found {found:?}");
+    }
+}
+
+/// Keeps the GPU of a container busy; returns the process there.
+async fn spin(node: &Node, container: &str) -> String {
+    let script = format!("{} spin --kernel-us 1000 --seconds 3600 >/dev/null 2>&1 & echo $!", probe::PATH);
+    node.cri().exec(container, &["sh", "-c", &script]).await.unwrap().stdout.trim().to_owned()
+}
+
+async fn stop(node: &Node, container: &str, process: &str) {
+    assert_eq!(node.cri().exec(container, &["kill", "-9", process]).await.unwrap().code, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn time_is_shared_lent_given_back_and_changed_whoever_is_alive() {
+    let mut node = node().await;
+    let mut small = share(&node, "small", 30, 8);
+    small.annotations.insert(annotation::CORE_LIMIT.into(), "50".into());
+    let small = node.kubelet.run(&small).await.unwrap();
+    let large = node.kubelet.run(&share(&node, "large", 70, 8)).await.unwrap();
+    assert_eq!(status(&node, "small")["gpu"], status(&node, "large")["gpu"], "one GPU");
+    let (a, b) = (small.id("main"), large.id("main"));
+
+    spin(&node, a).await;
+    settles(&node, "an idle neighbour's time is lent up to the limit", &[("small", 50.0)]).await;
+    let busy = spin(&node, b).await;
+    settles(&node, "it goes back when the neighbour wants it", &[("small", 30.0), ("large", 70.0)]).await;
+    let used = |pod: &str| status(&node, pod)["usedPercent"].as_f64().unwrap_or_default();
+    let seen = async || is_share(used("small"), 30.0) && is_share(used("large"), 70.0);
+    let seen = node.wait_until("the driver sees the same", SETTLED, seen).await;
+    assert!(seen.is_ok(), "the driver sees {} and {}", used("small"), used("large"));
+
+    // Shares hold without anybody alive, and nothing more is lent.
+    node.vcuda.device_plugin().unwrap().kill();
+    node.vcuda.nri_plugin().unwrap().kill();
+    settles(&node, "shares hold without daemons", &[("small", 30.0), ("large", 70.0)]).await;
+    stop(&node, b, &busy).await;
+    settles(&node, "nobody lends", &[("small", 30.0)]).await;
+    node.vcuda.start_device_plugin().unwrap();
+    node.vcuda.start_nri_plugin().await.unwrap();
+    settles(&node, "the new governor lends", &[("small", 50.0)]).await;
+
+    let output = set(&node, "large", &["--core", "20"]);
+    assert!(output.status.success(), "{output:?}");
+    let output = set(&node, "small", &["--core", "60", "--core-limit", "60"]);
+    assert!(output.status.success(), "{output:?}");
+    spin(&node, b).await;
+    settles(&node, "what an operator sets holds at once", &[("small", 60.0), ("large", 20.0)]).await;
+    for running in [&small, &large] {
+        node.kubelet.delete(running).await.unwrap();
+    }
     node.assert_empty().await;
 }
