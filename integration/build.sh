@@ -32,12 +32,12 @@ RUSTFLAGS="-C target-feature=+crt-static" cargo build -q --profile "$profile" -p
 
 say "daemons, tools, shim, simulated driver, test programs"
 cargo zigbuild -q --profile "$profile" --target $triple.2.17 --target-dir "$target/floor" \
-    -p device-plugin -p nri-plugin -p cdi-generator -p oci-hooks \
+    -p device-plugin -p scheduler -p nri-plugin -p cdi-generator -p oci-hooks \
     -p vcuda-preload -p sim-cuda -p sim-nvml -p cuda-probe
 
 mkdir -p "$out"/{bin,lib,sim,test}
 put() { install -m 0755 -C "$1" "$2"; }
-for program in vcuda-device-plugin vcuda-nri-plugin vcuda-cdi vcuda-check; do
+for program in vcuda-device-plugin vcuda-scheduler vcuda-nri-plugin vcuda-cdi vcuda-check; do
     put "$target/floor/$triple/$built/$program" "$out/bin/$program"
 done
 put "$target/static/$triple/$built/vcuda-hook" "$out/bin/vcuda-hook"

@@ -150,6 +150,24 @@ pub fn grant<'a>(
     }
 }
 
+/// As [`grant`], for a container that a scheduler has placed: it gets its share where it was placed, so the IDs are
+/// tokens, and may be of several GPUs.
+///
+/// # Errors
+///
+/// See [`Refusal`].
+pub fn tokens<'a>(
+    resource: Resource,
+    names: &Resources,
+    offer: &Offer,
+    ids: impl IntoIterator<Item = &'a str>,
+) -> Result<Grant, Refusal> {
+    match grant(resource, names, offer, ids) {
+        Err(Refusal::Split { pieces, .. } | Refusal::NotWhole { pieces, .. }) => Ok(pieces),
+        granted => granted,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -178,6 +196,18 @@ mod tests {
 
     fn ask(resource: Resource, ids: &[String]) -> Result<Grant, Refusal> {
         grant(resource, &Resources::default(), &offer(3), ids.iter().map(String::as_str))
+    }
+
+    #[test]
+    fn tokens_of_a_placed_container_may_be_of_several_gpus() {
+        let pieces = ids(&[(1, 0..10), (2, 0..10)]);
+        let tokens = |ids: &[String]| {
+            tokens(Resource::Core, &Resources::default(), &offer(3), ids.iter().map(String::as_str))
+        };
+        assert_eq!(tokens(&pieces).unwrap().units(), 20);
+        assert_eq!(tokens(&ids(&[(1, 0..60), (2, 0..40)])).unwrap().units(), 100);
+        assert!(matches!(tokens(&ids(&[(1, 0..100), (2, 0..50)])), Err(Refusal::BrokenGpus { .. })));
+        assert!(matches!(tokens(&ids(&[(9, 0..5)])), Err(Refusal::Unknown { .. })));
     }
 
     #[test]

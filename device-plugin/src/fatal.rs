@@ -5,7 +5,7 @@ use std::{io, path::PathBuf};
 use thiserror::Error;
 use vcuda_config::NodeFileError;
 
-use crate::{set::SetError, status::StatusError};
+use crate::{migrate::CheckpointError, set::SetError, status::StatusError};
 
 /// Why the device plugin ends by itself. One sentence each: the thing, the reason, the remedy.
 #[derive(Debug, Error)]
@@ -39,6 +39,12 @@ pub enum Fatal {
         /// Why.
         source: io::Error,
     },
+    /// gpu-manager's checkpoint says nothing.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The API server does not answer.
+    #[error("the API server does not tell this node's pods: {0}; pass another --kubeconfig")]
+    ApiServer(String),
     /// There is nothing to show of the node.
     #[error(transparent)]
     Status(#[from] StatusError),
@@ -67,14 +73,20 @@ impl Fatal {
         6  another device plugin runs on this node\n  \
         7  a folder cannot be written (CDI specs, state, or run)\n  \
         8  no such share (only from set)\n  \
-        9  that cannot be set: not enough room, or no such amount (only from set)";
+        9  that cannot be set: not enough room, or no such amount (only from set)\n  \
+        10  it fits nowhere on this node (explain)\n  \
+        11  some of what gpu-manager runs will not run (migrate)";
 
     /// The exit code.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Set(error) if error.is_unknown() => 8,
             Self::Set(error) if error.is_refusal() => 9,
-            Self::System { .. } | Self::Status(_) | Self::Set(_) => 1,
+            Self::System { .. }
+            | Self::Status(_)
+            | Self::Set(_)
+            | Self::Checkpoint(_)
+            | Self::ApiServer(_) => 1,
             Self::Config(_) => 3,
             Self::NoDriver(_) => 4,
             Self::NoGpu(_) => 5,

@@ -7,7 +7,7 @@ use ledger::{Driver, Inventory, Shares};
 use rustix::fs::{Access, access};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
-use vcuda_config::NodeFile;
+use vcuda_config::{GpuUuid, NodeFile, NodeGpus};
 
 use crate::{
     fatal::Fatal,
@@ -26,6 +26,10 @@ pub(crate) struct Keeper {
     fail_without_driver: bool,
     ensure_cdi: Arc<EnsureCdi>,
     offer: watch::Sender<Arc<Offer>>,
+    /// What the cluster is told.
+    tell: watch::Sender<Option<Arc<NodeGpus>>>,
+    /// GPUs that take no new share, as an administrator last said.
+    cordon: BTreeSet<GpuUuid>,
     node: Option<Node>,
     /// What is on disk.
     stored: Option<Inventory>,
@@ -43,8 +47,13 @@ impl Keeper {
         fail_without_driver: bool,
         ensure_cdi: Arc<EnsureCdi>,
         offer: watch::Sender<Arc<Offer>>,
+        tell: watch::Sender<Option<Arc<NodeGpus>>>,
     ) -> Self {
+        // A cordon holds until the API server says otherwise, whoever is restarted.
+        let cordon = Inventory::load(&file.paths.inventory()).map(|last| last.cordoned.into_iter().collect());
         Self {
+            cordon: cordon.unwrap_or_default(),
+            tell,
             file,
             boot_id,
             fail_without_driver,
@@ -59,12 +68,23 @@ impl Keeper {
     }
 
     /// Takes in the last survey. It may block for a disk. True when everything is in place for kubelet to be told.
-    pub(crate) fn step(&mut self, survey: &Survey) -> Result<bool, Fatal> {
-        let Some(node) = self.look(survey)? else { return Ok(false) };
+    pub(crate) fn step(
+        &mut self,
+        survey: &Survey,
+        cordon: Option<&BTreeSet<GpuUuid>>,
+    ) -> Result<bool, Fatal> {
+        if let Some(cordon) = cordon.filter(|cordon| **cordon != self.cordon) {
+            info!(?cordon, "GPUs that take no new share, by the node's annotation");
+            self.cordon.clone_from(cordon);
+        }
+        let Some(mut node) = self.look(survey)? else { return Ok(false) };
+        node.inventory.cordoned = self.cordon.iter().cloned().collect();
         self.tell_changes(&node);
         let ready = self.store(&node.inventory)? & self.make_spec(&node.inventory.driver)?;
         let withdrawn = self.withdrawn(&node.inventory);
         let offer = Offer::new(node.gpus.clone(), withdrawn);
+        let told = node.inventory.node_gpus(node.inventory.groups.clone());
+        self.tell(told);
         self.node = Some(node);
         self.offer.send_if_modified(|last| {
             let changed = **last != offer;
@@ -74,6 +94,16 @@ impl Keeper {
             changed
         });
         Ok(ready)
+    }
+
+    fn tell(&self, gpus: NodeGpus) {
+        self.tell.send_if_modified(|last| {
+            let changed = last.as_deref() != Some(&gpus);
+            if changed {
+                *last = Some(Arc::new(gpus));
+            }
+            changed
+        });
     }
 
     /// The node of this moment; none as long as it has never had anything to offer.
@@ -103,6 +133,8 @@ impl Keeper {
         if self.fail_without_driver {
             return Err(why);
         }
+        // What the cluster was told before the last boot is no longer true.
+        self.tell(NodeGpus::new(Vec::new(), Vec::new()));
         let why = why.to_string();
         if self.told.as_ref() == Some(&why) {
             debug!("still nothing to offer");
@@ -132,12 +164,22 @@ impl Keeper {
             let trouble_before = known.and_then(|known| known.trouble.as_ref());
             match &offered.trouble {
                 Some(why) if trouble_before != Some(why) => {
-                    warn!(gpu = %gpu.uuid, why, "takes no new shares")
+                    let on_it = self.shares_on(&gpu.uuid);
+                    warn!(gpu = %gpu.uuid, why, running = on_it, "takes no new shares")
                 }
                 None if trouble_before.is_some() => info!(gpu = %gpu.uuid, "healthy again"),
                 _ => {}
             }
         }
+    }
+
+    /// Shares on a GPU, for the log.
+    fn shares_on(&self, gpu: &GpuUuid) -> String {
+        let shares = Shares::read(&self.file.paths.shares()).unwrap_or_default();
+        let on_it =
+            shares.records.values().filter(|record| record.gpus.iter().any(|share| share.uuid == *gpu));
+        let named = on_it.map(|it| format!("{}/{} {}", it.pod.namespace, it.pod.name, it.container.name));
+        named.collect::<Vec<_>>().join(", ")
     }
 
     /// False when it must be tried again.
@@ -191,7 +233,7 @@ impl Keeper {
             }
         };
         // A share that cannot be read holds nobody knows what; the NRI plugin refuses new ones and says why.
-        let useless = withdraw::useless(&inventory.gpus, shares.records.values());
+        let useless = withdraw::useless(&inventory.gpus, &self.cordon, shares.records.values());
         if useless.is_empty() || !shares.unreadable.is_empty() {
             return BTreeSet::new();
         }

@@ -6,6 +6,9 @@
 
 pub mod allocate;
 mod cdi;
+pub mod cluster;
+pub mod expected;
+pub mod explain;
 pub mod fatal;
 pub mod folder;
 pub mod governor;
@@ -15,6 +18,7 @@ pub mod kubelet;
 mod lock;
 pub mod meter;
 mod metrics;
+pub mod migrate;
 pub mod node;
 pub mod nvml;
 pub mod offer;
@@ -23,5 +27,6 @@ pub mod prefer;
 pub mod set;
 pub mod status;
 pub mod top;
+pub mod topology;
 mod warned;
 pub mod withdraw;

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use std::{
+    fmt::{self, Display},
     io::{ErrorKind, IsTerminal, Write},
     path::{Path, PathBuf},
     process::ExitCode,
@@ -12,20 +13,31 @@ use std::{
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use device_plugin::{
+    cluster::{self, Access},
+    explain::{self, Explained},
     fatal::Fatal,
+    migrate::{self, Checkpoint, Migration},
+    node::Node,
     plugin,
     set::{self, PodName, memory_units},
     status::Status,
     top::Top,
 };
-use ledger::Change;
+use ledger::{Change, Policy};
+use serde::Serialize;
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
 use tracing::{error, info};
 use tracing_subscriber::EnvFilter;
-use vcuda_config::NodeFile;
+use vcuda_config::{NodeFile, Request};
+
+/// Exit code of `explain`, as its help has it.
+const FITS_NOWHERE: u8 = 10;
+
+/// Exit code of `migrate`, as its help has it.
+const SOME_WILL_NOT_RUN: u8 = 11;
 
 /// Offers shares of this node's GPUs to kubelet.
 #[derive(Parser)]
@@ -45,6 +57,12 @@ enum Command {
     /// Serve kubelet until stopped (the default)
     #[command(after_help = Fatal::HELP)]
     Run(Run),
+    /// Say where a request would go and what each GPU lacks for it, or why a pod's shares are where they are
+    #[command(after_help = Fatal::HELP)]
+    Explain(Explain),
+    /// Say what becomes of each workload that gpu-manager runs on this node; nothing is changed
+    #[command(after_help = Fatal::HELP)]
+    Migrate(Migrate),
     /// Show GPUs, shares, what is free, and what each container has used
     Status {
         /// How to write it
@@ -108,10 +126,59 @@ struct Amounts {
 }
 
 #[derive(Args)]
+struct Migrate {
+    /// Look, and change nothing; there is nothing else that it does
+    #[arg(long, required = true)]
+    check: bool,
+    /// gpu-manager's checkpoint
+    #[arg(long, value_name = "FILE", default_value = migrate::CHECKPOINT)]
+    checkpoint: PathBuf,
+    /// Go by the node's pods alone
+    #[arg(long, conflicts_with = "checkpoint")]
+    no_checkpoint: bool,
+    /// Kubeconfig for the way to the API server
+    #[arg(long, value_name = "FILE", env = "KUBECONFIG")]
+    kubeconfig: Option<PathBuf>,
+    /// This node's name in the cluster; the host's name if it is not given
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    node_name: Option<String>,
+    /// How to write it
+    #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+    output: Format,
+}
+
+/// A request, or a pod.
+#[derive(Args)]
+struct Explain {
+    /// Pod whose shares are explained: <namespace>/<name>, a name, or a UID
+    #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"], required_unless_present = "core")]
+    pod: Option<String>,
+    /// Core of the request that is explained: 1 to 99 percent of one GPU, or a multiple of 100
+    #[arg(long, value_name = "PERCENT")]
+    core: Option<u32>,
+    /// Memory of the request, in units of 256 MiB
+    #[arg(long, value_name = "UNITS", default_value_t = 0)]
+    memory: u32,
+    /// How its GPU is picked: pack or spread
+    #[arg(long, value_name = "POLICY", default_value_t = Policy::Pack)]
+    policy: Policy,
+    /// How to write it
+    #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
+    output: Format,
+}
+
+#[derive(Args)]
 struct Run {
     /// End with an exit code when there is no driver or no GPU, instead of waiting for one
     #[arg(long)]
     fail_without_driver: bool,
+    /// Kubeconfig for the way to the API server, such as kubelet's own. In a pod, its service account will do. Without
+    /// either, vcuda-scheduler cannot use this node
+    #[arg(long, value_name = "FILE", env = "KUBECONFIG")]
+    kubeconfig: Option<PathBuf>,
+    /// This node's name in the cluster; the host's name if it is not given
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    node_name: Option<String>,
     /// How to write the log; what to write is set by RUST_LOG, such as `info` or `device_plugin=debug`
     #[arg(long, value_enum, value_name = "FORMAT")]
     log_format: Option<Format>,
@@ -122,6 +189,8 @@ impl Run {
     fn or(self, later: Self) -> Self {
         Self {
             fail_without_driver: self.fail_without_driver || later.fail_without_driver,
+            kubeconfig: later.kubeconfig.or(self.kubeconfig),
+            node_name: later.node_name.or(self.node_name),
             log_format: later.log_format.or(self.log_format),
         }
     }
@@ -143,6 +212,8 @@ fn main() -> ExitCode {
         Some(Command::Status { output }) => ended(status(&cli.config, output)),
         Some(Command::Top { output, interval, count }) => ended(top(&cli.config, output, interval, count)),
         Some(Command::Set(set)) => ended(change(&cli.config, &set)),
+        Some(Command::Migrate(of)) => answered(check_migration(&cli.config, &of)),
+        Some(Command::Explain(of)) => answered(explain(&cli.config, &of)),
     }
 }
 
@@ -158,7 +229,11 @@ fn serve(config: &Path, run: &Run) -> ExitCode {
         kubelet = %file.paths.kubelet.display(),
         "starting"
     );
-    let outcome = run_until_signal(file, run.fail_without_driver);
+    let outcome = run_until_signal(
+        file,
+        access(run.kubeconfig.as_ref(), run.node_name.as_ref()),
+        run.fail_without_driver,
+    );
     match outcome {
         Ok(()) => {
             info!("stopped");
@@ -228,7 +303,76 @@ fn ended(outcome: Result<(), Fatal>) -> ExitCode {
     }
 }
 
-fn run_until_signal(file: NodeFile, fail_without_driver: bool) -> Result<(), Fatal> {
+fn answered(outcome: Result<ExitCode, Fatal>) -> ExitCode {
+    outcome.unwrap_or_else(|fatal| ended(Err(fatal)))
+}
+
+fn explain(config: &Path, of: &Explain) -> Result<ExitCode, Fatal> {
+    let file = NodeFile::load_or_default(config)?;
+    if let Some(pod) = &of.pod {
+        show(&Lines(explain::shares_of(&file, pod)?), of.output)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let request = match Request::new(of.core.unwrap_or(0), of.memory) {
+        Ok(request) => request,
+        Err(error) => {
+            eprintln!("{error}");
+            return Ok(FITS_NOWHERE.into());
+        }
+    };
+    let explained = Explained::read(&file, &request, of.policy)?;
+    let fits = !explained.gpus.is_empty();
+    show(&explained, of.output)?;
+    Ok(if fits { ExitCode::SUCCESS } else { FITS_NOWHERE.into() })
+}
+
+fn check_migration(config: &Path, of: &Migrate) -> Result<ExitCode, Fatal> {
+    let file = NodeFile::load_or_default(config)?;
+    // While gpu-manager runs, this system's device plugin does not: its inventory is of another time.
+    let inventory = Node::ask(&file).map_err(Fatal::NoDriver)?.inventory;
+    let checkpoint = match of.no_checkpoint {
+        true => Checkpoint::default(),
+        false => Checkpoint::load(&of.checkpoint)?,
+    };
+    let access = access(of.kubeconfig.as_ref(), of.node_name.as_ref());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime =
+        runtime.map_err(|source| Fatal::System { what: "no event loop could be started", source })?;
+    let pods = runtime.block_on(cluster::pods_of_node(&access));
+    let pods = pods.map_err(|error| Fatal::ApiServer(format!("{error:#}")))?;
+    let migration = Migration::of(&inventory, &checkpoint, pods.as_deref(), &file.resources);
+    show(&migration, of.output)?;
+    Ok(if migration.all_run() { ExitCode::SUCCESS } else { SOME_WILL_NOT_RUN.into() })
+}
+
+/// The way to the cluster. Empty settings, as a manifest may leave them, are none.
+fn access(kubeconfig: Option<&PathBuf>, node: Option<&String>) -> Access {
+    Access {
+        kubeconfig: kubeconfig.filter(|path| !path.as_os_str().is_empty()).cloned(),
+        node: node.filter(|name| !name.is_empty()).cloned(),
+    }
+}
+
+fn show<T: Display + Serialize>(found: &T, output: Format) -> Result<(), Fatal> {
+    print(&match output {
+        Format::Text => found.to_string(),
+        Format::Json => format!("{:#}\n", serde_json::json!(found)),
+    })
+    .map(drop)
+}
+
+/// Several things, one after the other.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Lines<T>(Vec<T>);
+
+impl<T: Display> Display for Lines<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|line| line.fmt(f))
+    }
+}
+
+fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -> Result<(), Fatal> {
     let system = |what| move |source| Fatal::System { what, source };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -247,7 +391,7 @@ fn run_until_signal(file: NodeFile, fail_without_driver: bool) -> Result<(), Fat
             // Held, so that nobody takes the end of this task for something else.
             stop.closed().await;
         });
-        plugin::run(file, fail_without_driver, stopped).await
+        plugin::run(file, access, fail_without_driver, stopped).await
     })
 }
 

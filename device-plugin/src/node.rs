@@ -7,20 +7,25 @@ use std::{
     fs, io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::Path,
+    sync::Arc,
+    time::Duration,
 };
 
 use ledger::{DeviceNode, Gpu, Inventory};
 use rustix::fs::{major, minor};
-use vcuda_config::{GpuPolicy, GpuUuid, MEMORY_UNIT_BYTES};
+use vcuda_config::{GpuGroup, GpuPolicy, GpuUuid, Link, MEMORY_UNIT_BYTES, NodeFile};
 
 use crate::{
-    nvml::{Found, SeenGpu},
+    nvml::{Found, SeenGpu, Survey, Surveyor},
     offer::OfferedGpu,
 };
 
 /// Control nodes, and whether CUDA works without (`nvidia-uvm-tools` serves profilers only).
 const CONTROL_NODES: [(&str, bool); 3] =
     [("/dev/nvidiactl", true), ("/dev/nvidia-uvm", true), ("/dev/nvidia-uvm-tools", false)];
+
+/// NVML takes seconds to start on a node without nvidia-persistenced.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 
 /// What the node has and offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +89,34 @@ impl Node {
         if let Some(before) = before {
             node.keep_lost(before, found);
         }
+        node.connect(found);
         node
+    }
+
+    /// What is there at this moment, asked of NVML itself, for where no device plugin has written it down.
+    ///
+    /// # Errors
+    ///
+    /// There is no driver, or it does not answer in time.
+    pub fn ask(file: &NodeFile) -> Result<Self, String> {
+        let surveyor =
+            Surveyor::start(file.paths.driver_root.clone(), &file.gpus.ignored_xids, Arc::default())
+                .map_err(|error| error.to_string())?;
+        let mut surveys = surveyor.surveys();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let runtime = runtime.map_err(|error| error.to_string())?;
+        let answer = runtime.block_on(async {
+            let answered = surveys.wait_for(|survey| !matches!(survey, Survey::Pending));
+            tokio::time::timeout(ANSWERS_WITHIN, answered).await.ok()?.ok().map(|survey| survey.clone())
+        });
+        match answer {
+            Some(Survey::Found(found)) => {
+                let boot_id = ledger::boot_id().map_err(|error| error.to_string())?;
+                Ok(Self::new(&found, &file.paths.driver_root, &file.gpus, &boot_id, None))
+            }
+            Some(Survey::NoDriver(reason)) => Err(reason),
+            Some(Survey::Pending) | None => Err(format!("NVML does not answer within {ANSWERS_WITHIN:?}")),
+        }
     }
 
     /// The same node when the driver is gone: nothing takes new shares.
@@ -94,6 +126,17 @@ impl Node {
             offered.trouble = Some(format!("the driver does not answer: {reason}"));
         }
         self
+    }
+
+    /// Notes how the GPUs are connected, by their final places. Those that are left alone belong to no group.
+    fn connect(&mut self, found: &Found) {
+        let gpus = &self.inventory.gpus;
+        let place = |uuid: &GpuUuid| gpus.iter().position(|gpu| gpu.uuid == *uuid);
+        let group = |(link, members): &(Link, Vec<GpuUuid>)| {
+            let gpus: Vec<usize> = members.iter().filter_map(place).collect();
+            (gpus.len() > 1).then_some(GpuGroup { link: *link, gpus })
+        };
+        self.inventory.groups = found.groups.iter().filter_map(group).collect();
     }
 
     fn keep_lost(&mut self, before: &Self, found: &Found) {
@@ -193,7 +236,7 @@ mod tests {
 
     fn found(gpus: Vec<SeenGpu>) -> Found {
         let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        Found { driver, gpus, silent: None }
+        Found { driver, gpus, silent: None, groups: Vec::new() }
     }
 
     /// A driver root with the nodes that are named. Links to /dev/null stand for them: a test may not make nodes.
@@ -208,6 +251,17 @@ mod tests {
 
     fn node(found: &Found, root: &Path, policy: &GpuPolicy, before: Option<&Node>) -> Node {
         Node::new(found, root, policy, "boot", before)
+    }
+
+    #[test]
+    fn groups_are_of_what_is_on_offer() {
+        let root = root(&ALL);
+        let mut found = found(vec![seen(1), seen(2)]);
+        found.groups = vec![(Link::NvLink, vec![uuid(2), uuid(1)]), (Link::Pcie, vec![uuid(2), uuid(3)])];
+        let all = node(&found, root.path(), &GpuPolicy::default(), None);
+        assert_eq!(all.inventory.groups, [GpuGroup { link: Link::NvLink, gpus: vec![1, 0] }]);
+        let policy = GpuPolicy { exclude: vec![uuid(1)], ..GpuPolicy::default() };
+        assert_eq!(node(&found, root.path(), &policy, None).inventory.groups, []);
     }
 
     const ALL: [&str; 5] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia1", "nvidia2"];

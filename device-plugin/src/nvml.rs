@@ -3,7 +3,7 @@
 //! missing, goes away or is replaced is looked for again and again.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io,
     path::{Path, PathBuf},
     sync::{
@@ -16,15 +16,23 @@ use std::{
 
 use ledger::Driver;
 use nvml_wrapper::{
-    Device, EventSet, Nvml, bitmasks::event::EventTypes, enums::event::XidError, error::NvmlError,
+    Device, EventSet, Nvml,
+    bitmasks::event::EventTypes,
+    enum_wrappers::{
+        device::{EccCounter, MemoryError, TopologyLevel},
+        nv_link::IntDeviceType,
+    },
+    enums::event::XidError,
+    error::NvmlError,
 };
 use tokio::sync::watch;
 use tracing::{debug, warn};
-use vcuda_config::GpuUuid;
+use vcuda_config::{GpuUuid, Link};
 
 use crate::{
     health::{Noted, QUIET, XidBook},
     meter::{Meter, Readings, TICK},
+    topology::{self, Between},
 };
 
 /// How often all GPUs are asked whether they are well.
@@ -42,6 +50,16 @@ const EVENT_WAIT: Duration = Duration::from_millis(500);
 
 /// NVML's number for an XID that it does not know (nvml.h, nvmlEventData_t).
 const XID_UNKNOWN: u64 = 999;
+
+/// How often it is asked how GPUs are connected, while they are the same: links to NVSwitches come up when the fabric
+/// manager has started.
+const CONNECTIONS_EVERY: Duration = Duration::from_secs(60);
+
+/// NVLinks of a GPU at most (nvml.h, NVML_NVLINK_MAX_LINKS).
+const MAX_LINKS: u32 = 18;
+
+/// XID of a memory error that ECC cannot correct.
+const XID_DOUBLE_BIT: u64 = 48;
 
 /// PCI vendor NVIDIA, as sysfs writes it.
 const NVIDIA: &str = "0x10de";
@@ -66,6 +84,8 @@ pub struct Found {
     pub gpus: Vec<SeenGpu>,
     /// GPUs that NVML counts and that do not even say their UUID: what they answered instead.
     pub silent: Option<String>,
+    /// Groups of GPUs that are connected with each other, the best connected first.
+    pub groups: Vec<(Link, Vec<GpuUuid>)>,
 }
 
 /// One GPU.
@@ -107,8 +127,16 @@ impl Surveyor {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
         let xids = XidBook::new(ignored_xids.iter().copied(), QUIET);
-        let (pause, seen) = (DRIVER_EVERY.0, BTreeSet::new());
-        let mut survey = Surveying { publish, stopped, xids, pause, seen, meter };
+        let mut survey = Surveying {
+            publish,
+            stopped,
+            xids,
+            meter,
+            pause: DRIVER_EVERY.0,
+            seen: BTreeSet::new(),
+            connections: None,
+            ecc: BTreeMap::new(),
+        };
         thread::Builder::new()
             .name("nvml".into())
             .spawn(move || while survey.look_for_driver(&driver_root) {})?;
@@ -138,6 +166,9 @@ struct Surveying {
     /// All GPUs that were ever there.
     seen: BTreeSet<GpuUuid>,
     meter: Arc<Meter>,
+    connections: Option<Connections>,
+    /// Uncorrected memory errors, as they were last counted.
+    ecc: BTreeMap<GpuUuid, u64>,
 }
 
 impl Surveying {
@@ -237,11 +268,12 @@ impl Surveying {
         }
         let driver = Driver { version: running, library_dir: files.library_dir.clone() };
         let now = Instant::now();
-        let mut found = Found { driver, gpus: Vec::new(), silent: None };
+        let mut found = Found { driver, gpus: Vec::new(), silent: None, groups: Vec::new() };
         for index in 0..nvml.device_count().map_err(failed)? {
             match nvml.device_by_index(index).and_then(|device| see(&device)) {
                 Ok(Some(mut gpu)) => {
-                    gpu.trouble = self.xids.trouble(&gpu.uuid, now);
+                    self.look_at_memory(&mut gpu, nvml, now);
+                    gpu.trouble = self.xids.trouble(&gpu.uuid, now).or(gpu.trouble);
                     found.gpus.push(gpu);
                 }
                 Ok(None) => {}
@@ -250,7 +282,44 @@ impl Surveying {
                 }
             }
         }
+        found.groups = self.groups(nvml, &found.gpus, now);
         Ok(found)
+    }
+
+    /// Memory errors that cannot be corrected are XID 48, also where no XIDs are reported. Pages that wait to be retired
+    /// keep new shares off until the GPU is reset: an error there would end whoever is given them.
+    fn look_at_memory(&mut self, gpu: &mut SeenGpu, nvml: &Nvml, now: Instant) {
+        let Ok(device) = nvml.device_by_uuid(gpu.uuid.as_str()) else { return };
+        // GPUs without ECC, or with ECC off, have no such counter, and nothing is known of them.
+        if let Ok(errors) = device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile) {
+            let before = self.ecc.insert(gpu.uuid.clone(), errors);
+            // The counter starts at nought with the driver, and after a reset.
+            if errors > before.unwrap_or(errors)
+                && self.xids.note(gpu.uuid.clone(), XID_DOUBLE_BIT, now) == Noted::New
+            {
+                warn!(gpu = %gpu.uuid, errors, "memory errors that could not be corrected");
+            }
+        }
+        if matches!(device.are_pages_pending_retired(), Ok(true)) {
+            gpu.trouble = Some(
+                "memory with errors waits to be retired; let its shares end, then reset it with `nvidia-smi --gpu-reset`"
+                    .into(),
+            );
+        }
+    }
+
+    fn groups(&mut self, nvml: &Nvml, gpus: &[SeenGpu], now: Instant) -> Vec<(Link, Vec<GpuUuid>)> {
+        let same = |known: &Connections| {
+            now.duration_since(known.at) < CONNECTIONS_EVERY
+                && known.of.iter().eq(gpus.iter().map(|gpu| &gpu.uuid))
+        };
+        if let Some(known) = self.connections.as_ref().filter(|known| same(known)) {
+            return known.groups.clone();
+        }
+        let groups = connections(nvml, gpus);
+        let of = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        self.connections = Some(Connections { at: now, of, groups: groups.clone() });
+        groups
     }
 
     fn publish(&self, survey: Survey) {
@@ -305,6 +374,58 @@ fn see(device: &Device<'_>) -> Result<Option<SeenGpu>, NvmlError> {
         mig,
         trouble: None,
     }))
+}
+
+/// How these GPUs are connected, as it was at that time.
+struct Connections {
+    at: Instant,
+    of: Vec<GpuUuid>,
+    groups: Vec<(Link, Vec<GpuUuid>)>,
+}
+
+/// How `gpus` are connected. What NVML does not tell is no connection.
+fn connections(nvml: &Nvml, gpus: &[SeenGpu]) -> Vec<(Link, Vec<GpuUuid>)> {
+    let devices: Vec<_> = gpus.iter().map(|gpu| nvml.device_by_uuid(gpu.uuid.as_str()).ok()).collect();
+    let mut switched = vec![false; gpus.len()];
+    let mut nvlinks = vec![vec![0; gpus.len()]; gpus.len()];
+    for (at, device) in devices.iter().enumerate() {
+        let Some(device) = device else { continue };
+        for number in 0..MAX_LINKS {
+            let link = device.link_wrapper_for(number);
+            if !matches!(link.is_active(), Ok(true)) {
+                continue;
+            }
+            switched[at] |= matches!(link.remote_device_type(number), Ok(IntDeviceType::Switch));
+            let far = link.remote_pci_info().ok();
+            let other = far.and_then(|far| gpus.iter().position(|gpu| gpu.pci_bus_id == far.bus_id));
+            if let Some(other) = other {
+                nvlinks[at][other] += 1;
+            }
+        }
+    }
+    let numa: Vec<_> = gpus.iter().map(|gpu| gpu.numa_node).collect();
+    let between = |one: usize, other: usize| {
+        // The call takes the other device by value, and a device cannot be copied.
+        let level = match (&devices[one], nvml.device_by_uuid(gpus[other].uuid.as_str())) {
+            (Some(device), Ok(other)) => device.topology_common_ancestor(other).ok(),
+            _ => None,
+        };
+        Between {
+            nvlinks: nvlinks[one][other].min(nvlinks[other][one]),
+            one_switch: matches!(level, Some(TopologyLevel::Internal | TopologyLevel::Single)),
+            switches: matches!(
+                level,
+                Some(TopologyLevel::Internal | TopologyLevel::Single | TopologyLevel::Multiple)
+            ),
+        }
+    };
+    let pairs = (0..gpus.len()).flat_map(|one| (one + 1..gpus.len()).map(move |other| (one, other)));
+    let known: BTreeMap<_, _> = pairs.map(|(one, other)| ((one, other), between(one, other))).collect();
+    let of =
+        |one: usize, other: usize| known.get(&(one.min(other), one.max(other))).copied().unwrap_or_default();
+    let groups = topology::groups(gpus.len(), &switched, &numa, of);
+    let named = |members: Vec<usize>| members.into_iter().map(|at| gpus[at].uuid.clone()).collect();
+    groups.into_iter().map(|(link, members)| (link, named(members))).collect()
 }
 
 /// `NVML_DEVICE_MIG_ENABLE` (nvml.h).

@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
-    task::{self, JoinError, JoinSet},
+    task::{self, AbortHandle, JoinError, JoinSet},
     time,
 };
 use tracing::info;
@@ -13,6 +13,7 @@ use vcuda_config::NodeFile;
 
 use crate::{
     cdi,
+    cluster::{self, Access, Ports},
     fatal::Fatal,
     folder, governor,
     keeper::{Keeper, check_writable},
@@ -31,13 +32,14 @@ const STEP_EVERY: Duration = Duration::from_secs(5);
 /// Longest that a reader of the metrics delays the end.
 const LAST_READER: Duration = Duration::from_secs(1);
 
-/// Runs the plugin until `stop` becomes true.
+/// Runs the plugin until `stop` becomes true; `access` is its way to the cluster.
 ///
 /// # Errors
 ///
 /// See [`Fatal`]. Without `fail_without_driver`, a missing driver is none: it is waited for.
 pub async fn run(
     file: NodeFile,
+    access: Access,
     fail_without_driver: bool,
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Fatal> {
@@ -64,17 +66,25 @@ pub async fn run(
 
     let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
     let (publish, offer) = watch::channel(Arc::new(Offer::default()));
-    let context = Arc::new(Context::new(file.resources.clone(), offer, Arc::clone(&ensure_cdi)));
-    let mut keeper = Keeper::new(file, boot_id, fail_without_driver, ensure_cdi, publish);
+    let (expect, expected) = watch::channel(Arc::default());
+    let context = Arc::new(Context::new(file.resources.clone(), offer, expected, Arc::clone(&ensure_cdi)));
+    let names = file.resources.clone();
+    let (tell, gpus) = watch::channel(None);
+    let (cordon, mut cordons) = watch::channel(None);
+    let mut keeper = Keeper::new(file, boot_id, fail_without_driver, ensure_cdi, publish, tell);
 
     let mut surveys = surveyor.surveys();
     let mut shares = folder::follow(paths.shares());
     let mut kubelet = folder::follow(paths.kubelet.clone());
+    let ports = Ports { gpus, shares: shares.clone(), cordon, expect };
+    let _cluster =
+        AbortOnDrop(tokio::spawn(cluster::follow(access, names, paths.shares(), ports)).abort_handle());
     let mut sessions = JoinSet::new();
     loop {
         let survey = surveys.borrow_and_update().clone();
+        let cordon = cordons.borrow_and_update().clone();
         let step = task::spawn_blocking(move || {
-            let ready = keeper.step(&survey);
+            let ready = keeper.step(&survey, cordon.as_ref());
             (keeper, ready)
         });
         let ready;
@@ -95,6 +105,7 @@ pub async fn run(
             () = governor.ended() => return Err(governor_ended()),
             Ok(()) = shares.changed() => {}
             Ok(()) = kubelet.changed() => {}
+            Ok(()) = cordons.changed() => {}
             () = time::sleep(STEP_EVERY) => {}
         }
     }
@@ -106,6 +117,15 @@ pub async fn run(
         let _ = time::timeout(LAST_READER, serving).await;
     }
     Ok(())
+}
+
+/// A task that ends with what it serves.
+struct AbortOnDrop(AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
 }
 
 /// The thread never ends by itself, so it has panicked, and said why.

@@ -69,6 +69,15 @@ pub fn prefer(
     }
 }
 
+/// Chooses IDs for a container that was placed on `gpus`: those of these GPUs first, and tokens of the others, the
+/// fullest first, where kubelet counts too little free on them.
+pub fn prefer_placed(resource: Resource, offer: &Offer, wish: Wish<'_>, gpus: &[GpuUuid]) -> Vec<String> {
+    let free = Free::new(resource, offer, wish);
+    let mut places: Vec<usize> = free.units.keys().copied().collect();
+    places.sort_by_key(|place| (!free.is_near(*place, gpus), free.count(*place), *place));
+    free.take(&places, wish)
+}
+
 /// The free units of each GPU.
 struct Free<'a> {
     offer: &'a Offer,
@@ -190,6 +199,18 @@ mod tests {
     fn offer() -> Offer {
         let offered = |n| OfferedGpu { uuid: gpu(n), numa_node: None, memory_units: UNITS, trouble: None };
         Offer::new((0..4).map(offered).collect(), BTreeSet::new())
+    }
+
+    #[test]
+    fn a_placed_container_gets_the_ids_of_its_gpu_and_tokens_for_the_rest() {
+        let available: Vec<_> =
+            ids(0, 0..100).into_iter().chain(ids(1, 40..100)).chain(ids(2, 95..100)).collect();
+        let wish = |size| Wish { available: &available, must_include: &[], size };
+        let placed = |size, on| prefer_placed(Resource::Core, &offer(), wish(size), &[gpu(on)]);
+        assert_eq!(placed(20, 1), ids(1, 40..60));
+        let pieces: Vec<_> = ids(2, 95..100).into_iter().chain(ids(1, 40..55)).collect();
+        assert_eq!(placed(20, 2), pieces);
+        assert_eq!(placed(100, 0), ids(0, 0..100));
     }
 
     fn ids(n: u8, range: std::ops::Range<u32>) -> Vec<String> {

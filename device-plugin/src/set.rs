@@ -271,6 +271,7 @@ mod tests {
 
     fn bind(file: &NodeFile, uid: &str, pod: &str, core: u32, units: u32) -> ledger::Bound {
         let claim = Claim {
+            wishes: ledger::Wishes::default(),
             pod: PodRef {
                 uid: uid.into(),
                 namespace: "ns".into(),

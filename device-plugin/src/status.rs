@@ -26,6 +26,12 @@ pub enum StatusError {
     /// No inventory.
     #[error(transparent)]
     Inventory(#[from] InventoryError),
+    /// A share cannot be read, so nothing is known to be free.
+    #[error("{0}")]
+    Unreadable(String),
+    /// No share is of such a pod.
+    #[error("no share on this node is of a pod {0:?}; `vcuda-device-plugin status` lists them")]
+    NoSuchPod(String),
     /// The shares cannot be listed.
     #[error("{path}: {source}; run this as root on the node")]
     Shares {

@@ -18,7 +18,7 @@ use std::{
 use ledger::{Gpu, ShareKind, ShareRecord};
 use serde::Deserialize;
 use thiserror::Error;
-use vcuda_config::{CORE_PER_GPU, DeviceId, MEMORY_UNIT_BYTES, Resources};
+use vcuda_config::{CORE_PER_GPU, DeviceId, GpuUuid, MEMORY_UNIT_BYTES, Resources};
 
 use crate::offer::Resource;
 
@@ -60,9 +60,10 @@ pub struct Useless<'a> {
     count: u32,
 }
 
-/// What nobody can use of each GPU while `shares` are there.
+/// What nobody can use of each GPU while `shares` are there. All that is free of a cordoned GPU is such.
 pub fn useless<'a, 's>(
     gpus: &'a [Gpu],
+    cordon: &BTreeSet<GpuUuid>,
     shares: impl Iterator<Item = &'s ShareRecord> + Clone,
 ) -> Vec<Useless<'a>> {
     let useless = |gpu: &'a Gpu| {
@@ -78,15 +79,18 @@ pub fn useless<'a, 's>(
             }
         }
         let (core, memory) = (CORE_PER_GPU.saturating_sub(core), gpu.memory_units.saturating_sub(memory));
-        let (resource, count) = match (core, memory) {
-            (0, 1..) => (Resource::Memory, memory),
+        let of = |resource, count| Useless { gpu, resource, count };
+        match (core, memory) {
+            _ if cordon.contains(&gpu.uuid) => {
+                vec![of(Resource::Core, core), of(Resource::Memory, memory)]
+            }
+            (0, 1..) => vec![of(Resource::Memory, memory)],
             // A GPU with all its core can still be taken whole.
-            (1..CORE_PER_GPU, 0) => (Resource::Core, core),
-            _ => return None,
-        };
-        Some(Useless { gpu, resource, count })
+            (1..CORE_PER_GPU, 0) => vec![of(Resource::Core, core)],
+            _ => Vec::new(),
+        }
     };
-    gpus.iter().filter_map(useless).collect()
+    gpus.iter().flat_map(useless).collect()
 }
 
 /// The units to withdraw: of what nobody can use as many as are not taken, the highest numbers first, since the
@@ -220,7 +224,19 @@ mod tests {
     }
 
     fn withdrawn(gpus: &[Gpu], shares: &[ShareRecord], taken: &Taken) -> BTreeSet<(Resource, DeviceId)> {
-        withdraw(&useless(gpus, shares.iter()), taken)
+        withdraw(&useless(gpus, &BTreeSet::new(), shares.iter()), taken)
+    }
+
+    #[test]
+    fn a_cordoned_gpu_keeps_what_containers_have_and_offers_nothing() {
+        let shares = [share(1, ShareKind::Share, 60, 30)];
+        let mut taken: Taken = (0..60).map(|index| (Resource::Core, id(1, index))).collect();
+        taken.extend((0..30).map(|index| (Resource::Memory, id(1, index))));
+        let cordon = BTreeSet::from([GpuUuid::from_bytes([1; 16])]);
+        let gone = withdraw(&useless(&[gpu(1), gpu(2)], &cordon, shares.iter()), &taken);
+        let core = (60..100).map(|index| (Resource::Core, id(1, index)));
+        let memory = (30..40).map(|index| (Resource::Memory, id(1, index)));
+        assert_eq!(gone, core.chain(memory).collect());
     }
 
     #[test]
@@ -295,7 +311,7 @@ mod tests {
             let gone = withdrawn(&gpus, &shares, &taken);
             prop_assert!(gone.is_disjoint(&taken));
             // Never more than nobody can use.
-            let most: u32 = useless(&gpus, shares.iter()).iter().map(|useless| useless.count).sum();
+            let most: u32 = useless(&gpus, &BTreeSet::new(), shares.iter()).iter().map(|useless| useless.count).sum();
             prop_assert!(gone.len() <= most as usize);
         }
     }

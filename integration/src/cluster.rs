@@ -27,8 +27,16 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 /// The node's name in the cluster.
 const NODE: &str = "gpu-node";
 
-/// The one token there is: all callers are `system:masters`.
-const TOKEN: &str = "loopback-only";
+/// The administrator, and the service accounts of the manifests: each one's name is its token.
+const ADMIN: &str = "admin";
+const DEVICE_PLUGIN: &str = "device-plugin";
+const SCHEDULER: &str = "scheduler";
+const TOKENS: &str = "admin,admin,admin,system:masters\n\
+    device-plugin,system:serviceaccount:kube-system:vcuda,device-plugin\n\
+    scheduler,system:serviceaccount:kube-system:vcuda-scheduler,scheduler\n";
+
+/// The name under which pods ask for the scheduler of the manifests.
+pub const SCHEDULER_NAME: &str = "vcuda";
 
 /// A cluster of one node.
 #[derive(Debug)]
@@ -37,6 +45,8 @@ pub struct Cluster {
     scheduler: Process,
     api_server: Process,
     etcd: Process,
+    /// vcuda-scheduler, and the kube-scheduler that asks it.
+    extender: Option<[Process; 2]>,
     binaries: PathBuf,
     host: Host,
 }
@@ -56,8 +66,10 @@ impl Cluster {
         let api = format!("https://127.0.0.1:{api_port}");
         let etcd_url = format!("http://127.0.0.1:{etcd_port}");
         let etcd_peer = format!("http://127.0.0.1:{etcd_peer_port}");
-        fs::write(folder.join("tokens.csv"), format!("{TOKEN},test,test,system:masters\n"))?;
-        fs::write(folder.join("kubeconfig"), kubeconfig(&api))?;
+        fs::write(folder.join("tokens.csv"), TOKENS)?;
+        for user in [ADMIN, DEVICE_PLUGIN, SCHEDULER] {
+            fs::write(folder.join(user), kubeconfig(&api, user))?;
+        }
         fs::write(folder.join("kubelet.yaml"), kubelet_config(&host, &folder, kubelet_port)?)?;
         let key = folder.join("service-account.key");
         let mut openssl = Command::new("openssl");
@@ -100,14 +112,12 @@ impl Cluster {
         let api_server = Process::spawn("kube-apiserver", command, &folder.join("kube-apiserver.log"))?;
 
         let mut command = Command::new(binaries.join("kube-scheduler"));
-        command
-            .arg("--kubeconfig")
-            .arg(folder.join("kubeconfig"))
-            .args(["--leader-elect=false", "--secure-port=0"]);
+        command.arg("--kubeconfig").arg(folder.join(ADMIN)).args(["--leader-elect=false", "--secure-port=0"]);
         let scheduler = Process::spawn("kube-scheduler", command, &folder.join("kube-scheduler.log"))?;
 
         let kubelet = spawn_kubelet(binaries, &host)?;
-        let mut cluster = Self { kubelet, scheduler, api_server, etcd, binaries: binaries.into(), host };
+        let binaries = binaries.into();
+        let mut cluster = Self { kubelet, scheduler, api_server, etcd, extender: None, binaries, host };
         cluster.wait_until("the node is registered", START_TIMEOUT, |cluster| cluster.node().is_ok()).await?;
         Ok(cluster)
     }
@@ -115,10 +125,44 @@ impl Cluster {
     /// Brings up everything, and waits until the node offers shares.
     pub async fn with_vcuda(binaries: &Path, options: &Options) -> Result<Self> {
         let mut cluster = Self::start(binaries, options).await?;
+        // The DaemonSet starts nothing, there is no controller manager; its access rules count.
+        cluster.kubectl(&["apply", "-f", &manifest("daemonset.yaml")], None)?;
+        let kubeconfig = cluster.folder().join("kube").join(DEVICE_PLUGIN);
+        cluster.vcuda.join(kubeconfig, NODE);
         cluster.vcuda.start_device_plugin()?;
         cluster.vcuda.start_nri_plugin().await?;
         cluster.import(&probe::image("bookworm")?)?;
         cluster.wait_for_offer().await?;
+        Ok(cluster)
+    }
+
+    /// The same, with the scheduler of the manifests.
+    pub async fn with_scheduler(binaries: &Path, options: &Options) -> Result<Self> {
+        let mut cluster = Self::with_vcuda(binaries, options).await?;
+        cluster.kubectl(&["apply", "-f", &manifest("scheduler.yaml")], None)?;
+        let folder = cluster.folder().join("kube");
+        let [port, health_port] = free_ports()?;
+        let program = cluster.vcuda.file().paths.install.join("bin/vcuda-scheduler");
+        let mut command = Command::new(program);
+        command
+            .args(["--leader-elect=false", "--listen", &format!("127.0.0.1:{port}")])
+            .args(["--health-listen", &format!("127.0.0.1:{health_port}"), "--kubeconfig"])
+            .arg(folder.join(SCHEDULER));
+        let extender = Process::spawn("vcuda-scheduler", command, &folder.join("vcuda-scheduler.log"))?;
+
+        let config = ["get", "configmap", "-n", "kube-system", "vcuda-scheduler", "-o", "json"];
+        let config: Value = serde_json::from_str(&cluster.kubectl(&config, None)?)?;
+        let config = config["data"]["kube-scheduler.yaml"].as_str().context("no kube-scheduler.yaml")?;
+        let config = config
+            .replace("127.0.0.1:10280", &format!("127.0.0.1:{port}"))
+            .replace("leaderElect: true", "leaderElect: false");
+        let client = format!("clientConnection: {{kubeconfig: {}}}\n", folder.join(SCHEDULER).display());
+        let file = folder.join("kube-scheduler.yaml");
+        fs::write(&file, client + &config)?;
+        let mut command = Command::new(binaries.join("kube-scheduler"));
+        command.arg("--config").arg(file).arg("--secure-port=0");
+        let log = folder.join("kube-scheduler-of-shares.log");
+        cluster.extender = Some([extender, Process::spawn("kube-scheduler", command, &log)?]);
         Ok(cluster)
     }
 
@@ -146,7 +190,7 @@ impl Cluster {
     /// Runs kubectl.
     pub fn kubectl(&self, arguments: &[&str], input: Option<&Value>) -> Result<String> {
         let mut command = Command::new(self.host.cache().kubectl());
-        command.arg("--kubeconfig").arg(self.host.folder().join("kube/kubeconfig")).args(arguments);
+        command.arg("--kubeconfig").arg(self.host.folder().join("kube").join(ADMIN)).args(arguments);
         let Some(input) = input else { return run(command) };
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
@@ -160,7 +204,26 @@ impl Cluster {
 
     /// Creates a pod of one container that asks for `limits`.
     pub fn create_pod(&self, name: &str, image: &str, command: &[&str], limits: &Value) -> Result<()> {
-        let pod = json!({
+        self.create_changed_pod(name, image, command, limits, |_| {})
+    }
+
+    /// The same, after `change`.
+    pub fn create_changed_pod(
+        &self,
+        name: &str,
+        image: &str,
+        command: &[&str],
+        limits: &Value,
+        change: impl FnOnce(&mut Value),
+    ) -> Result<()> {
+        let mut pod = Self::pod_of(name, image, command, limits);
+        change(&mut pod);
+        self.kubectl(&["apply", "-f", "-"], Some(&pod)).map(drop)
+    }
+
+    /// A pod of one container that asks for `limits`.
+    pub fn pod_of(name: &str, image: &str, command: &[&str], limits: &Value) -> Value {
+        json!({
             "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {"name": name, "namespace": "default"},
@@ -178,8 +241,7 @@ impl Cluster {
                     "resources": {"limits": limits},
                 }],
             },
-        });
-        self.kubectl(&["apply", "-f", "-"], Some(&pod)).map(drop)
+        })
     }
 
     /// A pod, as the API server has it.
@@ -242,7 +304,8 @@ impl Cluster {
     ) -> Result<()> {
         let deadline = Instant::now() + within;
         while !done(self) {
-            for part in [&mut self.etcd, &mut self.api_server, &mut self.scheduler, &mut self.kubelet] {
+            let parts = [&mut self.etcd, &mut self.api_server, &mut self.scheduler, &mut self.kubelet];
+            for part in parts.into_iter().chain(self.extender.iter_mut().flatten()) {
                 part.check_running()?;
             }
             if Instant::now() > deadline {
@@ -285,7 +348,7 @@ fn spawn_kubelet(binaries: &Path, host: &Host) -> Result<Process> {
         .arg("--config")
         .arg(folder.join("kubelet.yaml"))
         .arg("--kubeconfig")
-        .arg(folder.join("kubeconfig"))
+        .arg(folder.join(ADMIN))
         .arg("--root-dir")
         .arg(host.folder().join("kubelet"))
         .arg("--cert-dir")
@@ -330,7 +393,12 @@ fn cgroup_hierarchies() -> Result<Vec<PathBuf>> {
     Ok(text.lines().filter(is_cgroup).filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
 }
 
-fn kubeconfig(api: &str) -> String {
+/// Path of a file in `config/deploy`.
+fn manifest(name: &str) -> String {
+    format!("{}/../config/deploy/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn kubeconfig(api: &str, user: &str) -> String {
     json!({
         "apiVersion": "v1",
         "kind": "Config",
@@ -338,7 +406,7 @@ fn kubeconfig(api: &str) -> String {
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
         // The certificate is made by the API server at its start; loopback is the whole network.
         "clusters": [{"name": "test", "cluster": {"server": api, "insecure-skip-tls-verify": true}}],
-        "users": [{"name": "test", "user": {"token": TOKEN}}],
+        "users": [{"name": "test", "user": {"token": user}}],
     })
     .to_string()
 }

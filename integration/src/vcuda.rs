@@ -29,6 +29,8 @@ pub struct Vcuda {
     file: NodeFile,
     device_plugin: Option<Process>,
     nri_plugin: Option<Process>,
+    /// The device plugin's way to the API server: a kubeconfig, and the node's name.
+    cluster: Option<(PathBuf, String)>,
 }
 
 impl Vcuda {
@@ -50,7 +52,8 @@ impl Vcuda {
             ..NodeFile::default()
         };
         fs::create_dir_all(&file.paths.kubelet)?;
-        let vcuda = Self { folder: folder.into(), file, device_plugin: None, nri_plugin: None };
+        let vcuda =
+            Self { folder: folder.into(), file, device_plugin: None, nri_plugin: None, cluster: None };
         vcuda.write_node_file()?;
         Ok(vcuda)
     }
@@ -76,10 +79,18 @@ impl Vcuda {
         [self.file.resources.core_name(), self.file.resources.memory_name()]
     }
 
+    /// Says how the device plugin reaches the API server, from its next start on, and as what node.
+    pub fn join(&mut self, kubeconfig: PathBuf, node: &str) {
+        self.cluster = Some((kubeconfig, node.into()));
+    }
+
     /// Starts the device plugin. It registers by itself, whenever kubelet is there.
     pub fn start_device_plugin(&mut self) -> Result<&mut Process> {
         self.device_plugin = None;
-        let command = self.command("vcuda-device-plugin");
+        let mut command = self.command("vcuda-device-plugin");
+        if let Some((kubeconfig, node)) = &self.cluster {
+            command.arg("--kubeconfig").arg(kubeconfig).args(["--node-name", node]);
+        }
         let process = Process::spawn("vcuda-device-plugin", command, &self.device_log())?;
         Ok(self.device_plugin.insert(process))
     }

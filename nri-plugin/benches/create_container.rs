@@ -67,6 +67,7 @@ impl Node {
                 container: ContainerRef { name: "main".into(), id: format!("neighbour-{n}") },
                 request: Request::new(5, 2).unwrap(),
                 terms: Terms::default(),
+                wishes: ledger::Wishes::default(),
             };
             binder.ledger().bind(&inventory, &claim, &[], |_, _| Ok(())).unwrap();
         }

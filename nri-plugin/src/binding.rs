@@ -12,7 +12,7 @@ use std::{
 
 use ledger::{
     Claim, ContainerRef, Inventory, Ledger, LedgerError, PodRef, SandboxEnd, ShareFolder, ShareKind,
-    ShareName, ShareRecord, ShareState, Terms, place as place_request,
+    ShareName, ShareRecord, ShareState, Terms, Wishes, place_by,
 };
 use region::{Limits, Usage, place};
 use vcuda_config::{GpuUuid, Paths, Request};
@@ -107,7 +107,7 @@ impl Binder {
         let fill = |record: &ShareRecord, fresh: &ShareFolder| {
             // Asked here, where it is known which GPU it would be, and before anything is bound.
             obstacle = self
-                .misplaced(record, &chosen, &granted, &inventory)
+                .misplaced(record, &chosen, &granted, &claim.wishes, &inventory)
                 .or_else(|| adjust::unenforceable(record, fresh, &inventory, &self.paths, container));
             if obstacle.is_some() {
                 return Err(io::ErrorKind::Unsupported.into());
@@ -148,6 +148,7 @@ impl Binder {
         record: &ShareRecord,
         chosen: &Chosen,
         granted: &Granted,
+        wishes: &Wishes,
         inventory: &Inventory,
     ) -> Option<String> {
         let Chosen::Must(gpus) = chosen else { return None };
@@ -156,10 +157,19 @@ impl Binder {
         }
         let lack = self.ledger.shares().ok().and_then(|shares| {
             let free = shares.free(inventory).ok()?;
-            let of_choice: Vec<_> = free.into_iter().filter(|free| gpus.contains(&free.gpu.uuid)).collect();
-            place_request(&of_choice, &granted.request, gpus).err()
+            let cordoned = inventory.cordoned_at();
+            let rules = wishes.rules(inventory, &cordoned);
+            Some(match place_by(&free, &granted.request, gpus, &rules) {
+                Ok(placement) if placement.gpus.iter().all(|gpu| gpus.contains(&gpu.uuid)) => Vec::new(),
+                Ok(placement) => placement.passed_over,
+                Err(no_room) => no_room.lacks.into_iter().filter(|lack| gpus.contains(lack.gpu())).collect(),
+            })
         });
-        let lack = lack.map_or_else(|| "its container is bound elsewhere".into(), |lack| lack.to_string());
+        let lack = lack.filter(|lacks| !lacks.is_empty()).map(|lacks| {
+            let lacks: Vec<_> = lacks.iter().map(ToString::to_string).collect();
+            lacks.join("; ")
+        });
+        let lack = lack.unwrap_or_else(|| "its container is bound elsewhere".into());
         let gpus: Vec<&str> = gpus.iter().map(GpuUuid::as_str).collect();
         Some(format!(
             "the scheduler picked {} for it, which cannot take it ({lack}); delete the pod to have it placed anew",
@@ -292,7 +302,10 @@ fn claim(pod: &PodSandbox, container: &Container, granted: &Granted) -> Result<C
         return Err(format!("the pod's name is longer than {POD_NAME_MAX} bytes"));
     }
     let terms = terms(pod, &granted.request)?;
-    Ok(Claim { pod: pod_ref(pod), container: container_ref(container), request: granted.request, terms })
+    let wishes = Wishes::read(|key| pod.annotations.get(key).map(String::as_str))
+        .map_err(|error| format!("the pod's {error}"))?;
+    let (pod, container, request) = (pod_ref(pod), container_ref(container), granted.request);
+    Ok(Claim { pod, container, request, terms, wishes })
 }
 
 /// What the pod's owner says about compute time.

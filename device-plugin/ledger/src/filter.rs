@@ -4,7 +4,7 @@
 use thiserror::Error;
 use vcuda_config::{GpuUuid, annotation};
 
-use crate::{Gpu, Policy};
+use crate::{Gpu, Inventory, Policy, Rules};
 
 /// A list longer than this is no list of models or GPUs.
 const MAX_BYTES: usize = 8 << 10;
@@ -75,6 +75,18 @@ impl Wishes {
                 avoid_gpus: gpus(annotation::AVOID_GPU)?,
             },
         })
+    }
+}
+
+impl Wishes {
+    /// What decides between the GPUs of `inventory`, of which those at `cordoned` take nothing new.
+    pub fn rules<'a>(&'a self, inventory: &'a Inventory, cordoned: &'a [usize]) -> Rules<'a> {
+        Rules {
+            policy: self.policy.unwrap_or_default(),
+            filter: Some(&self.filter),
+            cordoned,
+            groups: &inventory.groups,
+        }
     }
 }
 

@@ -30,6 +30,12 @@ pub struct Inventory {
     pub control_nodes: Vec<DeviceNode>,
     /// GPUs on offer, in NVML's order.
     pub gpus: Vec<Gpu>,
+    /// How they are connected, by their positions in `gpus`; empty where nothing is known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GpuGroup>,
+    /// GPUs that an administrator has cordoned: they take no new share. Some may not be on offer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cordoned: Vec<GpuUuid>,
 }
 
 /// The driver's libraries, as a container will see them.
@@ -107,9 +113,17 @@ pub enum InventoryError {
 }
 
 impl Inventory {
-    /// An inventory of this boot.
+    /// An inventory of this boot, in which nothing is known of connections and nothing is cordoned.
     pub fn new(boot_id: String, driver: Driver, control_nodes: Vec<DeviceNode>, gpus: Vec<Gpu>) -> Self {
-        Self { version: INVENTORY_VERSION, boot_id, driver, control_nodes, gpus }
+        Self {
+            version: INVENTORY_VERSION,
+            boot_id,
+            driver,
+            control_nodes,
+            gpus,
+            groups: Vec::new(),
+            cordoned: Vec::new(),
+        }
     }
 
     /// Reads the inventory at `path`.
@@ -143,6 +157,12 @@ impl Inventory {
             healthy: gpu.healthy,
         };
         NodeGpus::new(self.gpus.iter().map(told).collect(), groups)
+    }
+
+    /// Positions of the cordoned GPUs.
+    pub fn cordoned_at(&self) -> Vec<usize> {
+        let cordoned = |(_, gpu): &(usize, &Gpu)| self.cordoned.contains(&gpu.uuid);
+        self.gpus.iter().enumerate().filter(cordoned).map(|(at, _)| at).collect()
     }
 
     /// The GPU with this UUID.

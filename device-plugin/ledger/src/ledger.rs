@@ -21,8 +21,8 @@ use vcuda_config::{GpuUuid, Request};
 
 use crate::{
     Change, ContainerRef, Inventory, NoRoom, Placement, PodRef, ShareFolder, ShareKind, ShareName,
-    ShareNameError, ShareRecord, ShareState, Shares, Terms, files, place, room, shares::free_beside,
-    timetable,
+    ShareNameError, ShareRecord, ShareState, Shares, Terms, Wishes, files, place_by, room,
+    shares::free_beside, timetable,
 };
 
 /// How many milliseconds after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
@@ -50,6 +50,8 @@ pub struct Claim {
     pub request: Request,
     /// What its pod's owner says about compute time.
     pub terms: Terms,
+    /// What its pod's owner says about its GPUs.
+    pub wishes: Wishes,
 }
 
 /// A share that was bound.
@@ -191,7 +193,8 @@ impl Ledger {
     ///
     /// A container that held a share before, in this boot or an earlier one, keeps its GPU where it still has room,
     /// its slots there, and what an operator has changed ([`Ledger::change`]);
-    /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place()`] decides. The first share of a
+    /// otherwise the GPUs in `prefer` are tried first, in that order, then [`place_by()`] decides. A cordoned GPU is
+    /// kept by whoever has it, and taken by nobody else. The first share of a
     /// container takes the place of shares of ended containers of its pod: kubelet gives an init container's
     /// devices on to the pod's other containers.
     ///
@@ -229,14 +232,24 @@ impl Ledger {
         let mut wish: Vec<GpuUuid> =
             own.iter().flat_map(|own| &own.gpus).map(|gpu| gpu.uuid.clone()).collect();
         wish.extend(prefer.iter().filter(|gpu| !wish.contains(gpu)).cloned().collect::<Vec<_>>());
+        let has_it = |at: &usize| {
+            own.is_some_and(|own| own.gpus.iter().any(|gpu| gpu.uuid == inventory.gpus[*at].uuid))
+        };
+        let mut cordoned = inventory.cordoned_at();
+        cordoned.retain(|at| !has_it(at));
+        let rules = claim.wishes.rules(inventory, &cordoned);
         let set = own.map(|own| own.set).unwrap_or_default();
-        let mut placement = place(&free_beside(inventory, others()), &set.of(claim.request), &wish)?;
+        let free = free_beside(inventory, others());
+        let mut placement = place_by(&free, &set.of(claim.request), &wish, &rules)?;
         let had = own.map_or(&[][..], |own| &own.gpus);
         timetable::give(kind(&claim.request), &mut placement.gpus, had, &timetable::taken(others()));
         let record = ShareRecord { set, ..self.record(claim, &placement) };
 
         let fresh = self.work_folder(&name, "new")?;
-        let made = fill(&record, &fresh).and_then(|()| record.store(&fresh));
+        let kept = own.is_some_and(|own| own.gpus == record.gpus);
+        let made = fill(&record, &fresh)
+            .and_then(|()| fs::write(fresh.why(), placement.explain(kept)))
+            .and_then(|()| record.store(&fresh));
         if let Err(source) = made {
             let path = fresh.path().to_path_buf();
             // The folder is cleared away at the next start if that fails, too.

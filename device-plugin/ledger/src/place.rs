@@ -9,6 +9,9 @@ use vcuda_config::{CORE_PER_GPU, GpuUuid, Link, MEMORY_UNIT_BYTES, Request};
 
 use crate::{Gpu, GpuShare, Policy, Rules};
 
+/// The worst of [`GpuFree::looseness`]: more than 4000 of core, 1000 of memory, and twice 1000 between them.
+pub const LOOSEST: u64 = 16_000;
+
 /// What is left of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuFree<'a> {
@@ -150,7 +153,7 @@ pub fn place_by(
         choice = link.map_or(choice, Choice::Connected);
         order = connected;
     } else {
-        rules.order(free, &mut others);
+        rules.order(free, request, &mut others);
         order.extend(others.first());
     }
     let gpus = order.iter().map(|at| free[*at].take(request)).collect();
@@ -167,7 +170,7 @@ pub fn takes(free: &[GpuFree<'_>], at: usize, request: &Request, rules: &Rules<'
 }
 
 /// What the GPU at `at` lacks to take (its part of) `request`.
-fn lack(free: &[GpuFree<'_>], at: usize, request: &Request, rules: &Rules<'_>) -> Option<Lack> {
+pub fn lack(free: &[GpuFree<'_>], at: usize, request: &Request, rules: &Rules<'_>) -> Option<Lack> {
     if takes(free, at, request, rules) {
         return None;
     }
@@ -219,6 +222,26 @@ impl GpuFree<'_> {
         }
     }
 
+    /// How badly a share packs onto the GPU, which has room for it; up to [`LOOSEST`]. What would be left is bad, core
+    /// four times as much as memory, since every share needs core; and so is core without memory or memory without
+    /// core, which nobody can use. An untouched GPU is worse than all others. The weights are those that did best over
+    /// the streams of pods of the scheduler's `side_by_side` test.
+    pub fn looseness(&self, request: &Request) -> u64 {
+        if self.shares == 0 {
+            return LOOSEST;
+        }
+        let (core, memory) = match request {
+            Request::Share { core, .. } => (*core, request.memory_bytes().unwrap_or(0)),
+            Request::Whole { .. } => (CORE_PER_GPU, self.gpu.usable_bytes()),
+        };
+        // In thousandths of the GPU.
+        let core = u64::from(self.core.saturating_sub(core)) * 1000 / u64::from(CORE_PER_GPU);
+        let units = |bytes: u64| bytes / MEMORY_UNIT_BYTES;
+        let memory =
+            units(self.memory_bytes.saturating_sub(memory)) * 1000 / u64::from(self.gpu.memory_units.max(1));
+        (4 * core + memory + 2 * core.abs_diff(memory)).min(LOOSEST - 1)
+    }
+
     /// How empty the GPU is: free core and free memory, each in thousandths of the GPU, added up. Both terms are
     /// at most 1000 (memory left never exceeds the usable), so nothing overflows.
     pub fn emptiness(&self) -> u64 {
@@ -232,6 +255,51 @@ impl Gpu {
     /// Memory on offer, in bytes.
     pub fn usable_bytes(&self) -> u64 {
         u64::from(self.memory_units) * MEMORY_UNIT_BYTES
+    }
+}
+
+impl Lack {
+    /// The GPU.
+    pub fn gpu(&self) -> &GpuUuid {
+        match self {
+            Self::Absent(gpu)
+            | Self::Unhealthy(gpu)
+            | Self::Cordoned(gpu)
+            | Self::Unwanted { gpu, .. }
+            | Self::Room { gpu, .. }
+            | Self::Shared { gpu, .. } => gpu,
+        }
+    }
+}
+
+impl Placement {
+    /// Why these GPUs, in one line; `kept` where the container had them before.
+    pub(crate) fn explain(&self, kept: bool) -> String {
+        let mut text = if kept { "its container had it before".to_owned() } else { self.choice.to_string() };
+        for (at, lack) in self.passed_over.iter().enumerate() {
+            text.push_str(if at == 0 { "; passed over: " } else { "; " });
+            text.push_str(&lack.to_string());
+        }
+        text
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Preferred => "it was asked for, by the scheduler or by the device IDs, and has room",
+            Self::Packed => "the fullest that has room, so that whole GPUs stay free",
+            Self::Spread => "the emptiest",
+            Self::Connected(Link::NvLink) => "the smallest group of free GPUs that NVLink connects",
+            Self::Connected(Link::Pcie) => "the smallest group of free GPUs behind one PCIe switch",
+            Self::Connected(Link::Numa) => "the smallest group of free GPUs of one NUMA node",
+        })
+    }
+}
+
+impl fmt::Display for GpuFree<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "has {} core and {} free", self.core, Memory(self.memory_bytes))
     }
 }
 

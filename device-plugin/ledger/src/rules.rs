@@ -4,7 +4,7 @@
 use std::{cmp::Reverse, fmt, str::FromStr};
 
 use thiserror::Error;
-use vcuda_config::{GpuGroup, Link};
+use vcuda_config::{GpuGroup, Link, Request};
 
 use crate::{GpuFilter, GpuFree};
 
@@ -59,14 +59,13 @@ impl fmt::Display for Policy {
 }
 
 impl Rules<'_> {
-    /// Orders `fit`, positions of GPUs that can take a share: the one to take comes first. Of equals, the one that
+    /// Orders `fit`, positions of GPUs that can take `request`: the one to take comes first. Of equals, the one that
     /// breaks the fewest groups, then the first.
-    pub(crate) fn order(&self, free: &[GpuFree<'_>], fit: &mut [usize]) {
+    pub(crate) fn order(&self, free: &[GpuFree<'_>], request: &Request, fit: &mut [usize]) {
         fit.sort_by_key(|at| {
-            let emptiness = free[*at].emptiness();
             let (pack, spread) = match self.policy {
-                Policy::Pack => (emptiness, Reverse(0)),
-                Policy::Spread => (0, Reverse(emptiness)),
+                Policy::Pack => (free[*at].looseness(request), Reverse(0)),
+                Policy::Spread => (0, Reverse(free[*at].emptiness())),
             };
             (pack, spread, self.broken_by(free, *at))
         });

@@ -23,6 +23,9 @@ const RECORD_VERSION: u32 = 1;
 /// A record of 16 GPUs is below 4 KiB.
 const RECORD_MAX_BYTES: u64 = 64 << 10;
 
+/// What 64 GPUs lack is below this.
+const WHY_MAX_BYTES: u64 = 16 << 10;
+
 /// Longest pod UID that is taken. Kubernetes' own are 36 characters, those of static pods 32.
 const POD_UID_MAX: usize = 128;
 
@@ -149,6 +152,17 @@ impl ShareFolder {
     /// It is there already, or cannot be mounted.
     pub fn make_room(&self) -> io::Result<()> {
         room::make(&self.0.join(room::FOLDER))
+    }
+
+    /// Why the share is where it is, in words, for people.
+    pub fn why(&self) -> PathBuf {
+        self.0.join("why")
+    }
+
+    /// What [`ShareFolder::why`] says; none where nobody noted it.
+    pub fn reason(&self) -> Option<String> {
+        let text = String::from_utf8(files::read_bounded(&self.why(), WHY_MAX_BYTES).ok()?).ok()?;
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     }
 
     /// What the container sees as `/etc/ld.so.preload`.

@@ -11,7 +11,7 @@ use ledger::NoRoom;
 
 use crate::{
     Claim, Cluster, Wanted,
-    node::{Node, Room},
+    node::{Node, Room, SCORE_MAX},
     plan,
 };
 
@@ -78,14 +78,28 @@ impl Cluster {
         filtered
     }
 
-    /// How well each of `names` suits, 0 to 10.
+    /// How well each of `names` suits, 0 to [`SCORE_MAX`]: the best has all of it, the others by how far they are from
+    /// the worst, and never as much as the best.
     pub fn prioritize<'a>(&self, uid: &str, wanted: &Wanted, names: &[&'a str]) -> Vec<(&'a str, u64)> {
         let own = self.claims_of(uid);
-        let score = |name: &&'a str| {
-            let node = self.nodes.get(*name).filter(|_| !wanted.demand.is_empty());
-            (*name, node.map_or(0, |node| node.score(&left_for(uid, &own, name, node), wanted)))
+        if wanted.demand.is_empty() {
+            return names.iter().map(|name| (*name, 0)).collect();
+        }
+        let fitness = |name: &&'a str| {
+            let node = self.nodes.get(*name);
+            (*name, node.map_or(0, |node| node.fitness(&left_for(uid, &own, name, node), wanted)))
         };
-        names.iter().map(score).collect()
+        let mut scores: Vec<_> = names.iter().map(fitness).collect();
+        let best = scores.iter().map(|(_, fitness)| *fitness).max().unwrap_or(0);
+        let worst = scores.iter().map(|(_, fitness)| *fitness).min().unwrap_or(0);
+        for (_, score) in &mut scores {
+            // Fitness is far below 2^32, so nothing overflows.
+            *score = match *score {
+                fitness if fitness == best => SCORE_MAX,
+                fitness => (fitness - worst) * SCORE_MAX / (best - worst),
+            };
+        }
+        scores
     }
 
     /// Whether a pod fits on `name` once the pods `named` have ended, and if not, which pods of a lower priority have

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use vcuda_config::{CORE_PER_GPU, GpuUuid, PodPlacement, Request, annotation, gpu_admission_minors};
 
-use crate::Demand;
+use crate::{Demand, Role};
 
 /// Part of a GPU that is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,10 +68,18 @@ impl Held {
 }
 
 /// What a pod holds that asks for `demand` and was put on `placement`; see [`PodPlacement`].
+///
+/// A node that placed the pod itself tells what it sees: of an init container that was over before it looked, nothing
+/// but the containers after it. Such a one holds nothing any more.
 pub fn holds_of_placement(demand: &Demand, placement: &PodPlacement) -> Option<Box<[Hold]>> {
+    let lasting = || demand.containers.iter().filter(|it| it.role != Role::Init);
+    let begun = lasting().next().is_some() && lasting().all(|it| !placement.gpus(&it.name).is_empty());
     let on = |at: usize| {
         let container = &demand.containers[at];
         let gpus = placement.gpus(&container.name);
+        if gpus.is_empty() && container.role == Role::Init && begun {
+            return Some(Vec::new());
+        }
         let all = gpus.len() == gpus_of(&container.request);
         all.then(|| gpus.iter().map(|gpu: &GpuUuid| On::Gpu(gpu.bytes())).collect())
     };
@@ -176,6 +184,19 @@ mod tests {
                 Hold { on: On::Gpu([2; 16]), held: held(30, 1, 1) },
             ]
         );
+    }
+
+    #[test]
+    fn an_init_container_that_was_over_before_the_node_looked_holds_nothing() {
+        let demand = demand(&[("init", 50, 4, Role::Init), ("main", 20, 2, Role::App)]);
+        let holds = holds_of_bound(&demand, "n", Some(&placed(&format!("1;0;main={}", gpu(1)))));
+        assert_eq!(
+            holds.as_ref(),
+            [Hold { on: On::Gpu([1; 16]), held: Held { core: 20, memory_bytes: 2 << 28, shares: 1 } }]
+        );
+        // The other way round, nobody knows where the main container will be.
+        let holds = holds_of_bound(&demand, "n", Some(&placed(&format!("1;0;init={}", gpu(1)))));
+        assert_eq!(holds[0].on, On::Anywhere);
     }
 
     #[test]

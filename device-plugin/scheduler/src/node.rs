@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use ledger::{Gpu, GpuFilter, GpuFree, Policy, Rules};
+use ledger::{Gpu, GpuFilter, GpuFree, LOOSEST, Policy, Rules};
 use vcuda_config::{
     CORE_PER_GPU, GpuGroup, GpuUuid, Link, MEMORY_UNIT_BYTES, NodeGpus, NodeGpusError, Request, annotation,
 };
@@ -231,13 +231,12 @@ impl Node {
 
     /// As [`Node::free`], when `rooms` are left.
     pub(crate) fn free_in(&self, rooms: &[Room]) -> Vec<GpuFree<'_>> {
-        let free = |(gpu, room): (_, &Room)| GpuFree {
-            gpu,
-            core: room.core,
-            memory_bytes: room.memory_bytes,
-            shares: room.shares as usize,
-        };
-        self.gpus.iter().zip(rooms).map(free).collect()
+        (0..self.gpus.len().min(rooms.len())).map(|at| self.free_at(rooms, at)).collect()
+    }
+
+    fn free_at(&self, rooms: &[Room], at: usize) -> GpuFree<'_> {
+        let (gpu, room) = (&self.gpus[at], &rooms[at]);
+        GpuFree { gpu, core: room.core, memory_bytes: room.memory_bytes, shares: room.shares as usize }
     }
 
     /// What is left of each GPU.
@@ -306,27 +305,29 @@ impl Node {
         }
     }
 
-    /// How well the node suits, 0 to [`SCORE_MAX`], when `rooms` are left on it and the pod fits there.
+    /// How well the node suits, when `rooms` are left on it and the pod fits there: more is better, and figures of one
+    /// pod can be compared.
     ///
-    /// Packing likes a full GPU three times as much as a full node; whole GPUs like a fast link among them as much
-    /// as a full node. Spreading is the reverse, but for the link.
-    pub(crate) fn score(&self, rooms: &[Room], wanted: &Wanted) -> u64 {
+    /// Packing likes a GPU that a share fills well, and then a full node; whole GPUs like a fast link among them as
+    /// much as a full node. Spreading is the reverse, but for the link.
+    pub(crate) fn fitness(&self, rooms: &[Room], wanted: &Wanted) -> u64 {
         if rooms.is_empty() {
             return 0;
         }
         let turned = |full: u64| if wanted.policy == Policy::Spread { EMPTY - full } else { full };
         let fullness = |room: &Room| u64::from(room.fullness);
         let of_node = turned(rooms.iter().map(fullness).sum::<u64>() / rooms.len() as u64);
-        let [one] = wanted.demand.containers.as_slice() else {
-            return of_node * SCORE_MAX / EMPTY;
-        };
+        let [one] = wanted.demand.containers.as_slice() else { return of_node };
         let mut takers = self.takers(rooms, &one.request, &wanted.filter);
-        match gpus_of(&one.request) {
-            1 => {
-                let of_gpu = takers.map(|at| turned(fullness(&rooms[at]))).max().unwrap_or(0);
-                (3 * of_gpu + of_node) * SCORE_MAX / (4 * EMPTY)
+        match (gpus_of(&one.request), wanted.policy) {
+            (1, Policy::Pack) => {
+                let looseness = |at: usize| self.free_at(rooms, at).looseness(&one.request);
+                of_node + 3 * (LOOSEST - takers.map(looseness).min().unwrap_or(LOOSEST))
             }
-            gpus => {
+            (1, Policy::Spread) => {
+                of_node + 3 * takers.map(|at| turned(fullness(&rooms[at]))).max().unwrap_or(0)
+            }
+            (gpus, _) => {
                 let closest = if self.groups.is_empty() { None } else { self.closest(takers.by_ref(), gpus) };
                 let link = match closest {
                     Some(Link::NvLink) => EMPTY,
@@ -334,7 +335,7 @@ impl Node {
                     Some(Link::Numa) => EMPTY / 4,
                     None => 0,
                 };
-                (link + of_node) * SCORE_MAX / (2 * EMPTY)
+                link + of_node
             }
         }
     }

@@ -408,3 +408,55 @@ async fn kube_scheduler_is_served_over_https_by_its_client_certificate() -> Resu
     wait_for_node(&client, "https-a").await.with_context(|| extender.log())?;
     Ok(())
 }
+
+/// A figure, for people: how many pods a second are bound, and how many the same API server creates. What is asserted is
+/// that all of them are, each GPU filled and none overbooked.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs Kubernetes: run with KUBE_BIN_DIR, and -- --ignored"]
+async fn binds_without_pause_are_as_fast_as_the_api_server_writes() -> Result<()> {
+    const PODS: usize = 800;
+    const AT_ONCE: usize = 16;
+    let plane = ControlPlane::shared().await?;
+    let client = plane.client("admin").await?;
+    // One node takes half of it, so that a lock on a node would show.
+    create_node(&client, "rate", "rate-big", &offer(71, 40)).await?;
+    create_node(&client, "rate", "rate-small", &offer(72, 40)).await?;
+    let extender = plane.extender("rate", &["--leader-elect=false"])?;
+    extender.wait_until_ready().await?;
+    let each = |n: usize| (0..PODS).skip(n).step_by(AT_ONCE);
+    let begun = Instant::now();
+    let create = |n: usize| {
+        let client = client.clone();
+        async move {
+            let mut pods = Vec::new();
+            for n in each(n) {
+                pods.push((
+                    n,
+                    create_pod(&client, pod("rate-unscheduled", &format!("rate-{n}"), 10, 16)).await?,
+                ));
+            }
+            Ok::<_, anyhow::Error>(pods)
+        }
+    };
+    let created = try_join_all((0..AT_ONCE).map(create)).await?;
+    let creating = begun.elapsed();
+    let begun = Instant::now();
+    let bind = |pods: Vec<(usize, Pod)>| {
+        let extender = &extender;
+        async move {
+            for (n, pod) in pods {
+                let node = if n % 2 == 0 { "rate-big" } else { "rate-small" };
+                let error = extender.bind(&pod, node).await?;
+                anyhow::ensure!(error.is_empty(), "rate-{n}: {error}");
+            }
+            Ok(())
+        }
+    };
+    try_join_all(created.into_iter().map(bind)).await?;
+    let binding = begun.elapsed();
+    let rate = |took: Duration| PODS as f64 / took.as_secs_f64();
+    println!("{:.0} binds/s; the API server created {:.0} pods/s", rate(binding), rate(creating));
+    let taken = taken(&pods_of(&client, "rate-unscheduled").await?);
+    assert!(taken.len() == 80 && taken.values().all(|all| *all == (100, 160)), "{taken:?}");
+    Ok(())
+}

@@ -59,6 +59,7 @@ impl Node {
 
     fn bind(&self, pod: &str, core: u32, terms: Terms) -> Container {
         let claim = Claim {
+            wishes: ledger::Wishes::default(),
             pod: PodRef {
                 uid: pod.into(),
                 namespace: "ns".into(),

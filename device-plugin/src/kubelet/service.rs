@@ -11,7 +11,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{info, warn};
 use vcuda_config::{
-    CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, CORE_PER_GPU, Grant, Resources, annotation,
+    CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, CORE_PER_GPU, GpuUuid, Grant, Resources, annotation,
 };
 
 use super::api::{
@@ -22,6 +22,7 @@ use super::api::{
 };
 use crate::{
     allocate,
+    expected::{Expected, Granted},
     offer::{Offer, Resource},
     prefer::{self, Trail, Wish},
 };
@@ -37,13 +38,35 @@ pub struct Context {
     pub offer: watch::Receiver<Arc<Offer>>,
     /// See [`EnsureCdi`].
     pub ensure_cdi: Arc<EnsureCdi>,
+    /// Containers that are to come, see [`crate::expected`].
+    pub expected: watch::Receiver<Arc<Vec<Expected>>>,
     trail: Mutex<Trail>,
+    granted: Mutex<Granted>,
 }
 
 impl Context {
     /// Both services' common ground.
-    pub fn new(names: Resources, offer: watch::Receiver<Arc<Offer>>, ensure_cdi: Arc<EnsureCdi>) -> Self {
-        Self { names, offer, ensure_cdi, trail: Mutex::default() }
+    pub fn new(
+        names: Resources,
+        offer: watch::Receiver<Arc<Offer>>,
+        expected: watch::Receiver<Arc<Vec<Expected>>>,
+        ensure_cdi: Arc<EnsureCdi>,
+    ) -> Self {
+        Self { names, offer, ensure_cdi, expected, trail: Mutex::default(), granted: Mutex::default() }
+    }
+
+    /// GPUs that were picked for the container that a wish for `units` is most likely for.
+    fn placed(&self, resource: Resource, units: u32) -> Option<Vec<GpuUuid>> {
+        let expected = Arc::clone(&self.expected.borrow());
+        let granted = self.granted.lock().unwrap_or_else(PoisonError::into_inner);
+        granted.guess(&expected, resource, units).map(|one| one.gpus.clone())
+    }
+
+    fn note(&self, resource: Resource, grant: &Grant) {
+        let expected = Arc::clone(&self.expected.borrow());
+        self.granted.lock().unwrap_or_else(PoisonError::into_inner).note(&expected, resource, grant);
+        let mut trail = self.trail.lock().unwrap_or_else(PoisonError::into_inner);
+        trail.granted(resource, grant, Instant::now());
     }
 
     /// Full name of `resource`.
@@ -85,11 +108,16 @@ impl Service {
     async fn allocate_one(&self, ids: &[String]) -> Result<ContainerAllocateResponse, Status> {
         let context = &self.context;
         let offer = context.current();
-        let grant = allocate::grant(self.resource, &context.names, &offer, ids.iter().map(String::as_str))
-            .map_err(|refusal| {
-                warn!(resource = %self.resource, %refusal, "refused");
-                Status::failed_precondition(refusal.to_string())
-            })?;
+        let units = u32::try_from(ids.len()).unwrap_or(u32::MAX);
+        let (names, each) = (&context.names, ids.iter().map(String::as_str));
+        let checked = match context.placed(self.resource, units) {
+            Some(_) => allocate::tokens(self.resource, names, &offer, each),
+            None => allocate::grant(self.resource, names, &offer, each),
+        };
+        let grant = checked.map_err(|refusal| {
+            warn!(resource = %self.resource, %refusal, "refused");
+            Status::failed_precondition(refusal.to_string())
+        })?;
         if self.resource == Resource::Core {
             let shared = Arc::clone(context);
             let ensured = tokio::task::spawn_blocking(move || (shared.ensure_cdi)()).await;
@@ -98,11 +126,7 @@ impl Service {
                 Status::internal(format!("{}: no CDI spec: {error:#}", context.resource_name(self.resource)))
             })?;
         }
-        context.trail.lock().unwrap_or_else(PoisonError::into_inner).granted(
-            self.resource,
-            &grant,
-            Instant::now(),
-        );
+        context.note(self.resource, &grant);
         info!(resource = %self.resource, %grant, "granted");
         Ok(self.answer(&grant))
     }
@@ -184,6 +208,11 @@ impl DevicePlugin for Service {
                 must_include: &asked.must_include_device_ids,
                 size: u32::try_from(asked.allocation_size).unwrap_or(0),
             };
+            if let Some(gpus) = context.placed(self.resource, wish.size) {
+                let device_ids = prefer::prefer_placed(self.resource, &offer, wish, &gpus);
+                container_responses.push(ContainerPreferredAllocationResponse { device_ids });
+                continue;
+            }
             let device_ids =
                 prefer::prefer(self.resource, &context.names, &offer, wish, &near).map_err(|refusal| {
                     warn!(resource = %self.resource, %refusal, "refused");

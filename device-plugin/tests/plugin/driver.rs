@@ -13,6 +13,7 @@ use crate::daemon::{Daemon, Node, verdict};
 use crate::kubelet::{Kubelet, Plugin};
 use device_plugin::{kubelet::api::Device, offer::Resource};
 use ledger::Inventory;
+use vcuda_config::Link;
 
 /// Where the simulated driver's programs are, built when they are first asked for: this crate does not depend on
 /// them, so Cargo does not build them for it. The folder is this test's own.
@@ -44,10 +45,14 @@ struct Module {
 
 impl Module {
     fn load(node: &Node, gpus: u32) -> Self {
+        Self::load_with(node, &["--gpus", &gpus.to_string()])
+    }
+
+    fn load_with(node: &Node, arguments: &[&str]) -> Self {
         let root = node.path("driver");
         fs::create_dir_all(&root).unwrap();
         let mut command = Command::new(programs().join("sim-gpud"));
-        command.arg("--root").arg(&root).arg("--gpus").arg(gpus.to_string());
+        command.arg("--root").arg(&root).args(arguments);
         Self { root, process: command.stdout(Stdio::null()).spawn().unwrap() }
     }
 
@@ -119,6 +124,36 @@ async fn a_share_is_granted_from_what_nvml_sees() {
     stop(daemon).await;
     core.closed().await;
     assert!(!node.kubelet().join(Resource::Core.socket()).exists());
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn links_between_gpus_are_in_the_inventory() {
+    let node = Node::new();
+    let machine = node.path("machine.yaml");
+    let text = "version: 1\ngpus:\n- {count: 2, numa: 0, pciSwitch: 0}\n- {count: 2, numa: 1, pciSwitch: 1}\n\
+                links:\n- {gpus: [0, 1], by: nvlink, each: 2}\n";
+    fs::write(&machine, text).unwrap();
+    let _module = Module::load_with(&node, &["--config", machine.to_str().unwrap()]);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, _] = both(&mut kubelet).await;
+    core.devices_where(sick(None)).await;
+    let inventory = Inventory::load(&node.path("state/inventory.json")).unwrap();
+    let groups: Vec<_> = inventory.groups.into_iter().map(|group| (group.link, group.gpus)).collect();
+    for group in [(Link::NvLink, vec![0, 1]), (Link::Pcie, vec![0, 1]), (Link::Pcie, vec![2, 3])] {
+        assert!(groups.contains(&group), "{group:?} in {groups:?}");
+    }
+    let fits = node.run(&["explain", "--core", "200"]);
+    assert!(
+        fits.status.success() && String::from_utf8_lossy(&fits.stdout).contains("NVLink connects"),
+        "{fits:?}"
+    );
+    let too_much = node.run(&["explain", "--core", "500", "-o", "json"]);
+    assert_eq!(too_much.status.code(), Some(10));
+    let said: serde_json::Value = serde_json::from_slice(&too_much.stdout).unwrap();
+    assert_eq!(said["each"].as_array().unwrap().len(), 4);
+    stop(daemon).await;
 }
 
 #[tokio::test]

@@ -55,7 +55,8 @@ impl Plugin {
         let (offer, offers) =
             watch::channel(Arc::new(Offer::new(vec![offered(0), offered(1)], BTreeSet::new())));
         let (stop, stopped) = watch::channel(false);
-        let context = Arc::new(Context::new(Resources::default(), offers, ensure_cdi));
+        let (_, expected) = watch::channel(Arc::default());
+        let context = Arc::new(Context::new(Resources::default(), offers, expected, ensure_cdi));
         let notices = folder::follow(kubelet.clone());
         let mut sessions = JoinSet::new();
         for resource in Resource::ALL {

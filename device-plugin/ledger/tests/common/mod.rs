@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use ledger::{Claim, ContainerRef, Driver, Gpu, Inventory, PodRef, ShareKind, Shares, Terms};
+use ledger::{Claim, ContainerRef, Driver, Gpu, Inventory, PodRef, ShareKind, Shares, Terms, Wishes};
 use vcuda_config::{GpuUuid, MEMORY_UNIT_BYTES, Request};
 
 pub const UNITS: u32 = 40;
@@ -34,6 +34,7 @@ pub fn claim(pod: u32, sandbox: u32, container: u32, attempt: u32, request: Requ
         container: ContainerRef { name: format!("c{container}"), id: format!("{pod}-{container}-{attempt}") },
         request,
         terms: Terms::default(),
+        wishes: Wishes::default(),
     }
 }
 

@@ -1,0 +1,419 @@
+//! The same streams of pods, placed by vcuda-scheduler, by gpu-manager with gpu-admission, and by HAMi in its four
+//! combinations: how many pods found a place, how many GPUs were still whole, and how much core nobody could use.
+//! gpu-manager's and HAMi's rules are written down here from their source (gpu-admission 47d56ae, gpu-manager 8cd842e,
+//! HAMi 4707fb0), without what has no bearing on placement.
+
+#![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap},
+    time::Instant,
+};
+
+use scheduler::{BoundPod, Claim, Cluster, ContainerDemand, Demand, Role, Wanted, holds_of_bound};
+use vcuda_config::{GpuUuid, NodeGpu, NodeGpus, Request, annotation};
+
+const NODES: usize = 8;
+const GPUS: usize = 8;
+
+/// Memory units of each GPU: 40 GiB.
+const UNITS: u32 = 160;
+
+/// Streams of each kind in an ordinary run; `VCUDA_STREAMS` says another number.
+const STREAMS: u64 = 3;
+
+/// HAMi's `deviceSplitCount`.
+const HAMI_SPLIT: u32 = 10;
+
+/// A pod of a stream: what it asks, when it comes and when it goes.
+#[derive(Clone, Copy, Debug)]
+struct Pod {
+    core: u32,
+    units: u32,
+    from: u64,
+    to: u64,
+}
+
+impl Pod {
+    fn gpus(self) -> usize {
+        (self.core as usize / 100).max(1)
+    }
+
+    fn is_whole(self) -> bool {
+        self.core >= 100
+    }
+}
+
+/// One GPU, as far as anybody counts.
+#[derive(Clone, Copy, Debug, Default)]
+struct Used {
+    core: u32,
+    units: u32,
+    shares: u32,
+}
+
+impl Used {
+    fn takes(self, pod: Pod) -> bool {
+        if pod.is_whole() {
+            self.shares == 0
+        } else {
+            self.core + pod.core <= 100 && self.units + pod.units <= UNITS
+        }
+    }
+
+    fn change(&mut self, pod: Pod, comes: bool) {
+        let (core, units) = if pod.is_whole() { (100, UNITS) } else { (pod.core, pod.units) };
+        let of = |before: u32, by: u32| if comes { before + by } else { before - by };
+        *self = Self { core: of(self.core, core), units: of(self.units, units), shares: of(self.shares, 1) };
+    }
+}
+
+type State = [[Used; GPUS]; NODES];
+
+/// Somebody who places pods.
+trait Places {
+    fn name(&self) -> &'static str;
+    /// Node and GPUs of a pod, if there is room.
+    fn place(&mut self, id: u64, pod: Pod, state: &State) -> Option<(usize, Vec<usize>)>;
+    /// The pod has ended.
+    fn ended(&mut self, _id: u64) {}
+}
+
+/// gpu-admission picks the node: of those that fit, the one with the least free core, then memory. gpu-manager's
+/// `share` picks the GPU: least free core, then memory, then its number. Whole GPUs: the first that are empty.
+struct GpuManager;
+
+impl Places for GpuManager {
+    fn name(&self) -> &'static str {
+        "gpu-manager"
+    }
+
+    fn place(&mut self, _: u64, pod: Pod, state: &State) -> Option<(usize, Vec<usize>)> {
+        let free = |node: &[Used; GPUS]| {
+            let core: u32 = node.iter().map(|gpu| 100 - gpu.core).sum();
+            let units: u32 = node.iter().map(|gpu| UNITS - gpu.units).sum();
+            (core, units)
+        };
+        let mut nodes: Vec<usize> = (0..NODES).collect();
+        nodes.sort_by_key(|at| (free(&state[*at]), *at));
+        nodes.into_iter().find_map(|node| {
+            let mut fit: Vec<usize> = (0..GPUS).filter(|gpu| state[node][*gpu].takes(pod)).collect();
+            if !pod.is_whole() {
+                fit.sort_by_key(|gpu| (100 - state[node][*gpu].core, UNITS - state[node][*gpu].units, *gpu));
+            }
+            fit.truncate(pod.gpus());
+            (fit.len() == pod.gpus()).then_some((node, fit))
+        })
+    }
+}
+
+/// HAMi: the score of a GPU is the sum of its used parts of slots, core and memory, that of a node the same over all its
+/// GPUs; binpack takes the highest, spread the lowest.
+struct Hami {
+    pack_nodes: bool,
+    pack_gpus: bool,
+}
+
+impl Places for Hami {
+    fn name(&self) -> &'static str {
+        match (self.pack_nodes, self.pack_gpus) {
+            (true, true) => "HAMi binpack/binpack",
+            (true, false) => "HAMi binpack/spread (default)",
+            (false, true) => "HAMi spread/binpack",
+            (false, false) => "HAMi spread/spread",
+        }
+    }
+
+    fn place(&mut self, _: u64, pod: Pod, state: &State) -> Option<(usize, Vec<usize>)> {
+        let score = |used: &Used| {
+            u64::from(used.shares) * 1000 / u64::from(HAMI_SPLIT)
+                + u64::from(used.core) * 10
+                + u64::from(used.units) * 1000 / u64::from(UNITS)
+        };
+        let order = |pack: bool, score: u64| if pack { u64::MAX - score } else { score };
+        let mut nodes: Vec<usize> = (0..NODES).collect();
+        nodes.sort_by_key(|at| (order(self.pack_nodes, state[*at].iter().map(score).sum()), *at));
+        nodes.into_iter().find_map(|node| {
+            let takes = |gpu: &usize| {
+                let used = state[node][*gpu];
+                used.takes(pod) && used.shares < HAMI_SPLIT
+            };
+            let mut fit: Vec<usize> = (0..GPUS).filter(takes).collect();
+            fit.sort_by_key(|gpu| (order(self.pack_gpus, score(&state[node][*gpu])), *gpu));
+            fit.truncate(pod.gpus());
+            (fit.len() == pod.gpus()).then_some((node, fit))
+        })
+    }
+}
+
+/// The real thing: what the extender answers, and of the best nodes the first, as kube-scheduler has no other opinion.
+struct Vcuda {
+    cluster: Cluster,
+    on: BTreeMap<u64, usize>,
+}
+
+impl Vcuda {
+    fn new() -> Self {
+        let mut cluster = Cluster::default();
+        cluster.begin_nodes();
+        for node in 0..NODES {
+            let one = |gpu| NodeGpu {
+                uuid: uuid(node, gpu),
+                model: "A100".into(),
+                minor: u32::try_from(gpu).unwrap(),
+                units: UNITS,
+                numa: None,
+                healthy: true,
+            };
+            let gpus = NodeGpus::new((0..GPUS).map(one).collect(), Vec::new());
+            let annotations = BTreeMap::from([(annotation::NODE_GPUS.to_owned(), gpus.to_text())]);
+            cluster.set_node(&format!("{node}"), Some(&annotations));
+        }
+        cluster.end_nodes();
+        cluster.begin_pods();
+        cluster.end_pods();
+        Self { cluster, on: BTreeMap::new() }
+    }
+}
+
+fn uuid(node: usize, gpu: usize) -> GpuUuid {
+    GpuUuid::from_bytes([u8::try_from(node * GPUS + gpu).unwrap(); 16])
+}
+
+impl Places for Vcuda {
+    fn name(&self) -> &'static str {
+        "vcuda"
+    }
+
+    fn place(&mut self, id: u64, pod: Pod, _: &State) -> Option<(usize, Vec<usize>)> {
+        let request = Request::new(pod.core, pod.units).unwrap();
+        let container = ContainerDemand { name: "main".into(), request, role: Role::App };
+        let demand = Demand { containers: vec![container] };
+        let wanted = Wanted { demand, ..Wanted::default() };
+        let uid = id.to_string();
+        let names: Vec<String> = (0..NODES).map(|node| node.to_string()).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let fit = self.cluster.filter(&uid, &wanted, &names).fit;
+        let scores = self.cluster.prioritize(&uid, &wanted, &fit);
+        let (node, _) = scores.iter().min_by_key(|(_, score)| Reverse(*score))?;
+        let claim = Claim { uid: uid.clone(), node: (*node).to_owned() };
+        let reservation = self.cluster.reserve(&claim, "", "", &wanted, 0, Instant::now()).unwrap();
+        let annotations =
+            BTreeMap::from([(annotation::PLACEMENT.to_owned(), reservation.placement.to_string())]);
+        self.cluster.bound(&claim);
+        let holds = holds_of_bound(&wanted.demand, &claim.node, Some(&annotations));
+        self.cluster.set_pod(BoundPod { uid, node: claim.node.clone(), holds, priority: 0, ending: false });
+        let node = claim.node.parse().unwrap();
+        self.on.insert(id, node);
+        let of = |gpu: &GpuUuid| (0..GPUS).find(|at| uuid(node, *at) == *gpu).unwrap();
+        Some((node, reservation.placement.gpus("main").iter().map(of).collect()))
+    }
+
+    fn ended(&mut self, id: u64) {
+        let node = self.on.remove(&id).unwrap();
+        self.cluster.remove_pod(&id.to_string(), &node.to_string());
+    }
+}
+
+/// What came of a stream.
+#[derive(Clone, Copy, Debug, Default)]
+struct Figures {
+    /// Pods that found a place at once. The others go elsewhere.
+    placed: u64,
+    /// Core that was given, in percent of a GPU times the time for which the pod had it: what pods of all sizes have in
+    /// common.
+    core_time: u64,
+    /// Whole GPUs that were asked and given.
+    whole_given: u64,
+    /// GPUs without any share, on average over the arrivals.
+    whole_free: f64,
+    /// Core that is free on GPUs where no pod of the stream would fit any more, on average over the arrivals.
+    stranded: f64,
+}
+
+fn run(stream: &[Pod], by: &mut dyn Places) -> Figures {
+    let mut state: State = Default::default();
+    let mut ends: BinaryHeap<Reverse<(u64, u64)>> = BinaryHeap::new();
+    let mut there: BTreeMap<u64, (Pod, usize, Vec<usize>)> = BTreeMap::new();
+    let mut figures = Figures::default();
+    // All kinds of shares in the stream: what is left is stranded where none of them fits.
+    let kinds: std::collections::BTreeSet<(u32, u32)> =
+        stream.iter().filter(|pod| !pod.is_whole()).map(|pod| (pod.core, pod.units)).collect();
+    for (id, pod) in (0..).zip(stream.iter().copied()) {
+        while let Some(Reverse((_, gone))) = ends.peek().copied().filter(|Reverse((end, _))| *end <= pod.from)
+        {
+            ends.pop();
+            let (pod, node, gpus) = there.remove(&gone).unwrap();
+            gpus.iter().for_each(|gpu| state[node][*gpu].change(pod, false));
+            by.ended(gone);
+        }
+        if let Some((node, gpus)) = by.place(id, pod, &state) {
+            assert_eq!(gpus.len(), pod.gpus());
+            for gpu in &gpus {
+                assert!(state[node][*gpu].takes(pod), "{} overbooks", by.name());
+                state[node][*gpu].change(pod, true);
+            }
+            figures.placed += 1;
+            figures.core_time += u64::from(pod.core) * (pod.to - pod.from);
+            if pod.is_whole() {
+                figures.whole_given += pod.gpus() as u64;
+            }
+            there.insert(id, (pod, node, gpus));
+            ends.push(Reverse((pod.to, id)));
+        }
+        let gpus = || state.iter().flatten();
+        figures.whole_free += gpus().filter(|gpu| gpu.shares == 0).count() as f64 / stream.len() as f64;
+        let useless = |gpu: &&Used| {
+            gpu.shares > 0
+                && kinds
+                    .iter()
+                    .all(|(core, units)| !gpu.takes(Pod { core: *core, units: *units, from: 0, to: 0 }))
+        };
+        let stranded: u32 = gpus().filter(useless).map(|gpu| 100 - gpu.core).sum();
+        figures.stranded += f64::from(stranded) / stream.len() as f64;
+    }
+    figures
+}
+
+/// A generator of numbers that anybody can repeat (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % n
+    }
+}
+
+/// Pods of these kinds, each as likely as its weight, one after the other; each stays for a time of up to `stay`.
+fn generated(seed: u64, pods: usize, stay: u64, kinds: &[(u32, u32, u64)]) -> Vec<Pod> {
+    let mut random = Random(seed);
+    let all: u64 = kinds.iter().map(|(.., weight)| weight).sum();
+    let pod = |from| {
+        let mut at = random.below(all);
+        let (core, units, _) = kinds
+            .iter()
+            .find(|(.., weight)| {
+                let hit = at < *weight;
+                at = at.saturating_sub(*weight);
+                hit
+            })
+            .unwrap();
+        Pod { core: *core, units: *units, from, to: from + 1 + random.below(stay) }
+    };
+    (0..pods as u64).map(pod).collect()
+}
+
+/// As clusters of a company are used: services that stay, notebooks by day, trainings of whole GPUs by night.
+fn days(seed: u64) -> Vec<Pod> {
+    let mut random = Random(seed);
+    let mut pods = Vec::new();
+    for day in 0..14_u64 {
+        for minute in (0..1440).step_by(10) {
+            let now = day * 1440 + minute;
+            let by_day = (480..1080).contains(&minute);
+            let mut add = |core: u32, units: u32, stay: u64, random: &mut Random| {
+                let to = now + stay / 2 + random.below(stay);
+                pods.push(Pod { core, units, from: now, to });
+            };
+            if by_day && random.below(2) == 0 {
+                let (core, units) = [(10, 16), (20, 32), (25, 40)][usize::try_from(random.below(3)).unwrap()];
+                add(core, units, 360, &mut random);
+            }
+            if random.below(6) == 0 {
+                let (core, units) = [(30, 64), (15, 60), (50, 40)][usize::try_from(random.below(3)).unwrap()];
+                add(core, units, 2880, &mut random);
+            }
+            if !by_day && random.below(12) == 0 {
+                add([100, 200, 400, 800][usize::try_from(random.below(4)).unwrap()], 0, 600, &mut random);
+            }
+        }
+    }
+    pods
+}
+
+fn sum(streams: &[Vec<Pod>], make: &dyn Fn() -> Box<dyn Places>) -> (&'static str, Figures) {
+    let mut sum = Figures::default();
+    let mut name = "";
+    for stream in streams {
+        let mut by = make();
+        let figures = run(stream, &mut *by);
+        name = by.name();
+        sum.placed += figures.placed;
+        sum.core_time += figures.core_time;
+        sum.whole_given += figures.whole_given;
+        sum.whole_free += figures.whole_free / streams.len() as f64;
+        sum.stranded += figures.stranded / streams.len() as f64;
+    }
+    (name, sum)
+}
+
+#[test]
+fn no_stream_of_pods_is_placed_worse_than_by_gpu_manager_or_hami() {
+    let even: &[(u32, u32, u64)] = &[(10, 16, 3), (20, 32, 3), (50, 80, 2), (100, 0, 1)];
+    let skewed: &[(u32, u32, u64)] = &[(10, 80, 3), (50, 16, 3), (30, 48, 3), (100, 0, 1), (200, 0, 1)];
+    let fragments: &[(u32, u32, u64)] = &[(33, 40, 2), (15, 60, 2), (7, 11, 2), (60, 30, 2), (400, 0, 1)];
+    let number = std::env::var("VCUDA_STREAMS").map_or(STREAMS, |text| text.parse().unwrap());
+    let seeds = |make: &dyn Fn(u64) -> Vec<Pod>| (1..=number).map(make).collect::<Vec<_>>();
+    let streams = [
+        ("even, room to spare", seeds(&|seed| generated(seed, 2000, 200, even))),
+        ("even, full", seeds(&|seed| generated(seed, 2000, 600, even))),
+        ("skewed, room to spare", seeds(&|seed| generated(seed, 2000, 120, skewed))),
+        ("skewed, full", seeds(&|seed| generated(seed, 2000, 500, skewed))),
+        ("fragments, room to spare", seeds(&|seed| generated(seed, 2000, 80, fragments))),
+        ("fragments, full", seeds(&|seed| generated(seed, 2000, 400, fragments))),
+        ("two weeks", seeds(&days)),
+    ];
+    // A hair's breadth either way is the streams', not the rules'.
+    const SAME: f64 = 0.999;
+    let mut worse = Vec::new();
+    let mut totals: BTreeMap<&str, (f64, f64, f64)> = BTreeMap::new();
+    for (what, streams) in &streams {
+        let pods: usize = streams.iter().map(Vec::len).sum();
+        println!("{what}: {pods} pods on {NODES} nodes of {GPUS} GPUs, {} streams", streams.len());
+        println!(
+            "  {:30} {:>9} {:>7} {:>11} {:>10} {:>13}",
+            "", "core time", "placed", "whole given", "whole free", "core stranded"
+        );
+        let mut all = vec![sum(streams, &|| Box::new(Vcuda::new())), sum(streams, &|| Box::new(GpuManager))];
+        for (pack_nodes, pack_gpus) in [(true, true), (true, false), (false, true), (false, false)] {
+            all.push(sum(streams, &|| Box::new(Hami { pack_nodes, pack_gpus })));
+        }
+        let most = all.iter().map(|(_, it)| it.core_time).max().unwrap() as f64;
+        let (_, ours) = all[0];
+        for (name, it) in all {
+            let part = it.core_time as f64 / most;
+            println!(
+                "  {name:30} {:>8.2}% {:>7} {:>11} {:>10.2} {:>13.1}",
+                part * 100.0,
+                it.placed,
+                it.whole_given,
+                it.whole_free,
+                it.stranded
+            );
+            let total = totals.entry(name).or_default();
+            *total = (total.0 + part, total.1 + it.whole_free, total.2 + it.stranded);
+            if (ours.core_time as f64) < it.core_time as f64 * SAME {
+                worse.push(format!("{what}: core time {}, {} by {name}", ours.core_time, it.core_time));
+            }
+            let serves_as_much = it.core_time as f64 >= ours.core_time as f64 * SAME;
+            if serves_as_much && ours.whole_free < it.whole_free * SAME {
+                worse.push(format!("{what}: {} GPUs whole, {} by {name}", ours.whole_free, it.whole_free));
+            }
+        }
+    }
+    println!("all streams together");
+    let ours = totals["vcuda"];
+    for (name, (core_time, whole_free, stranded)) in totals {
+        println!("  {name:30} {:>8.2}% {whole_free:>30.2} {stranded:>13.1}", core_time * 100.0 / 7.0);
+        // Whoever leaves pods out, or spreads them over all GPUs, strands less.
+        if core_time >= ours.0 * 0.98 && stranded < ours.2 {
+            worse.push(format!("{} core stranded, {stranded} by {name}", ours.2));
+        }
+    }
+    assert!(worse.is_empty(), "{}", worse.join("\n"));
+}

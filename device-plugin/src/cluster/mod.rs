@@ -1,0 +1,290 @@
+//! The node's side of the cluster: what the node offers goes into an annotation of the node, where the node put a pod's
+//! shares by itself goes into an annotation of the pod, and the administrator's cordons come back. All of it can be
+//! missing: without a way to the API server the node works as before, and vcuda-scheduler does not know of it.
+
+mod books;
+mod connection;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use futures::{StreamExt, pin_mut};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{ListParams, Patch, PatchParams},
+    runtime::watcher::{self, Event, watcher},
+};
+use ledger::Shares;
+use serde_json::json;
+use tokio::{
+    sync::watch,
+    task,
+    time::{self, MissedTickBehavior},
+};
+use tracing::{debug, info, warn};
+use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
+
+use self::books::PodOnNode;
+use crate::expected::Expected;
+
+/// First and longest pause after a failure.
+const PAUSE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+
+/// How often shares are compared with what their pods say, whether or not something called for it.
+const COMPARE_EVERY: Duration = Duration::from_secs(10);
+
+/// How this process reaches the API server, and as what node.
+#[derive(Clone, Debug, Default)]
+pub struct Access {
+    /// A kubeconfig, such as kubelet's own. Without one, the service account of the pod that this process runs in.
+    pub kubeconfig: Option<PathBuf>,
+    /// The node's name. Without one, the host's name in lower case, as kubelet has it.
+    pub node: Option<String>,
+}
+
+/// GPUs that an administrator has cordoned; none as long as nobody has asked the API server.
+pub type Cordon = Option<BTreeSet<GpuUuid>>;
+
+/// What the cluster is told, and what it says.
+pub(crate) struct Ports {
+    /// What the node offers; none as long as that is not known.
+    pub(crate) gpus: watch::Receiver<Option<Arc<NodeGpus>>>,
+    /// Says that something may have changed in the folder of shares.
+    pub(crate) shares: watch::Receiver<()>,
+    /// Takes what is cordoned.
+    pub(crate) cordon: watch::Sender<Cordon>,
+    /// Takes the containers that a scheduler has placed here and that have no share yet.
+    pub(crate) expect: watch::Sender<Arc<Vec<Expected>>>,
+}
+
+/// Tells the cluster of the node, and follows what it says. Never returns.
+pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mut ports: Ports) {
+    let mut pause = PAUSE.0;
+    let mut told = None;
+    loop {
+        let failed = match connection::open(&access).await {
+            Ok(None) => {
+                info!(
+                    "no way to the API server, so vcuda-scheduler does not know this node's GPUs and cordons are not \
+                     seen; pass --kubeconfig, or run as a pod with a service account"
+                );
+                return std::future::pending().await;
+            }
+            Ok(Some((client, node))) => {
+                let mut session = Session::new(client, node, &names, &shares);
+                let failed = session.run(&mut ports).await;
+                if session.in_step {
+                    (pause, told) = (PAUSE.0, None);
+                }
+                failed
+            }
+            Err(error) => error,
+        };
+        let reason = format!("{failed:#}");
+        if told.as_ref() == Some(&reason) {
+            debug!(reason, "still no talk with the API server");
+        } else {
+            warn!(reason, "the API server is not kept up to date with this node's GPUs; trying again");
+            told = Some(reason);
+        }
+        time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE.1);
+    }
+}
+
+/// One connection's worth of knowledge.
+struct Session {
+    client: Client,
+    node: String,
+    names: Resources,
+    shares: PathBuf,
+    /// The node's annotation as the API server has it; none as long as the node was not seen.
+    annotation: Option<Option<String>>,
+    /// Pods on this node, by the UID that kubelet knows them by.
+    pods: BTreeMap<String, PodOnNode>,
+    pods_read: bool,
+    /// Everything was once as it should be.
+    in_step: bool,
+    told_cordon: Option<String>,
+}
+
+impl Session {
+    fn new(client: Client, node: String, names: &Resources, shares: &Path) -> Self {
+        Self {
+            client,
+            node,
+            names: names.clone(),
+            shares: shares.into(),
+            annotation: None,
+            pods: BTreeMap::new(),
+            pods_read: false,
+            in_step: false,
+            told_cordon: None,
+        }
+    }
+
+    /// Works until something fails; returns what.
+    async fn run(&mut self, ports: &mut Ports) -> anyhow::Error {
+        let of_this = watcher::Config::default().fields(&format!("metadata.name={}", self.node));
+        let nodes = watcher(Api::<Node>::all(self.client.clone()), of_this);
+        let on_this = watcher::Config::default().fields(&format!("spec.nodeName={}", self.node));
+        let pods = watcher(Api::<Pod>::all(self.client.clone()), on_this);
+        pin_mut!(nodes, pods);
+        let mut tick = time::interval(COMPARE_EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            let done = tokio::select! {
+                Some(event) = nodes.next() => self.node_event(event, &ports.cordon),
+                Some(event) = pods.next() => self.pod_event(event),
+                // Their senders live as long as this process.
+                Ok(()) = ports.gpus.changed() => Ok(()),
+                Ok(()) = ports.shares.changed() => Ok(()),
+                _ = tick.tick() => Ok(()),
+            };
+            let wanted = ports.gpus.borrow_and_update().clone();
+            let written = async {
+                done?;
+                self.write_node(wanted).await?;
+                self.write_pods(&ports.expect).await
+            };
+            if let Err(error) = written.await {
+                return error;
+            }
+        }
+    }
+
+    fn node_event(
+        &mut self,
+        event: watcher::Result<Event<Node>>,
+        cordon: &watch::Sender<Cordon>,
+    ) -> anyhow::Result<()> {
+        match event? {
+            Event::InitApply(node) | Event::Apply(node) => {
+                let value = |key| node.annotations().get(key).cloned();
+                self.annotation = Some(value(annotation::NODE_GPUS));
+                let text = value(annotation::CORDON).unwrap_or_default();
+                let told = cordon.borrow().clone();
+                let (cordoned, misread) = books::cordoned(&text);
+                if misread.is_some() && misread != self.told_cordon {
+                    warn!(
+                        annotation = annotation::CORDON,
+                        reason = misread,
+                        "an entry is not understood and cordons nothing"
+                    );
+                }
+                self.told_cordon = misread;
+                if told.as_ref() != Some(&cordoned) {
+                    cordon.send_replace(Some(cordoned));
+                }
+            }
+            Event::Delete(_) => self.annotation = None,
+            Event::Init | Event::InitDone => {}
+        }
+        Ok(())
+    }
+
+    fn pod_event(&mut self, event: watcher::Result<Event<Pod>>) -> anyhow::Result<()> {
+        match event? {
+            Event::Init => self.pods.clear(),
+            Event::InitApply(pod) | Event::Apply(pod) => {
+                if let Some((uid, pod)) = PodOnNode::read(&pod, &self.names) {
+                    self.pods.insert(uid, pod);
+                }
+            }
+            Event::InitDone => self.pods_read = true,
+            Event::Delete(pod) => {
+                if let Some((uid, _)) = PodOnNode::read(&pod, &self.names) {
+                    self.pods.remove(&uid);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the node's annotation where it differs. A node that is not registered yet is told of by the watch.
+    async fn write_node(&mut self, wanted: Option<Arc<NodeGpus>>) -> anyhow::Result<()> {
+        let (Some(wanted), Some(there)) = (wanted, &self.annotation) else { return Ok(()) };
+        let text = wanted.to_text();
+        if there.as_ref() != Some(&text) {
+            let annotations = json!({ "metadata": { "annotations": { annotation::NODE_GPUS: &text } } });
+            let nodes: Api<Node> = Api::all(self.client.clone());
+            match nodes.patch_metadata(&self.node, &PatchParams::default(), &Patch::Merge(&annotations)).await
+            {
+                Ok(_) => {
+                    info!(node = self.node, gpus = wanted.gpus.len(), "told the cluster of this node's GPUs");
+                    self.annotation = Some(Some(text));
+                }
+                // It has just gone, and may come back.
+                Err(kube::Error::Api(status)) if status.code == 404 => self.annotation = None,
+                Err(error) => {
+                    return Err(anyhow::Error::from(error)
+                        .context(format!("node {}: its annotation cannot be written", self.node)));
+                }
+            }
+        }
+        self.in_step = true;
+        Ok(())
+    }
+
+    /// Notes which containers are to come, and writes on pods where the node has put their shares, where they do not say so yet.
+    async fn write_pods(&mut self, expect: &watch::Sender<Arc<Vec<Expected>>>) -> anyhow::Result<()> {
+        if !self.pods_read {
+            return Ok(());
+        }
+        let folder = self.shares.clone();
+        // What cannot be read now is read at the next tick.
+        let Ok(Ok(shares)) = task::spawn_blocking(move || Shares::read(&folder)).await else { return Ok(()) };
+        let bound = books::by_pod(&shares);
+        let expected = books::expected(&self.pods, &bound);
+        expect.send_if_modified(|last| {
+            let changed = **last != expected;
+            if changed {
+                *last = Arc::new(expected);
+            }
+            changed
+        });
+        for (uid, containers) in bound {
+            let Some(pod) = self.pods.get_mut(&uid) else { continue };
+            let Some(placement) = books::corrected(pod.placement.as_deref(), &containers) else { continue };
+            let text = placement.to_string();
+            // The UID makes it fail where another pod has the name by now.
+            let change = json!({ "metadata": {
+                "uid": pod.api_uid,
+                "annotations": { annotation::PLACEMENT: &text },
+            } });
+            let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
+            // Through the status, for which less access is needed: kubelet's own will do.
+            match pods.patch_status(&pod.name, &PatchParams::default(), &Patch::Merge(&change)).await {
+                Ok(_) => {
+                    debug!(pod = format!("{}/{}", pod.namespace, pod.name), text, "placement written");
+                    pod.placement = Some(text);
+                }
+                // It is gone, or another has its name; the watch will tell.
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {}
+                Err(error) => {
+                    return Err(anyhow::Error::from(error).context(format!(
+                        "pod {}/{}: its annotation cannot be written",
+                        pod.namespace, pod.name
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The pods of this node, asked once; none where there is no way to the API server.
+///
+/// # Errors
+///
+/// The API server does not answer.
+pub async fn pods_of_node(access: &Access) -> anyhow::Result<Option<Vec<Pod>>> {
+    let Some((client, node)) = connection::open(access).await? else { return Ok(None) };
+    let on_this = ListParams::default().fields(&format!("spec.nodeName={node}"));
+    Ok(Some(Api::<Pod>::all(client).list(&on_this).await?.items))
+}
