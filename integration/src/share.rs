@@ -1,24 +1,29 @@
 //! Measures what compute shares are worth: containers that each launch as fast as they can, on one simulated GPU, with
 //! the shim in its real form in front of them, and what the simulator itself says each of them got in every second.
 //!
-//! A container here is what matters to the shim: a mount namespace with its own `limits` and `usage`, and processes in
-//! it. No runtime is needed for that, and no node daemon.
+//! A container here is what matters to the shim and the governor: a mount namespace with its own `limits` and `usage`,
+//! a cgroup with its ID, and processes in both. Its share is bound by the real ledger, and the governor is the device
+//! plugin's own, run in this process. No runtime is needed for that, and no kubelet.
 
 use std::{
     env, fs,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::Args;
-use region::{GpuLimit, Limits, Slots, Usage, place};
+use clap::{Args, ValueEnum};
+use device_plugin::{governor, meter::Meter, nvml::Surveyor};
+use ledger::{Claim, ContainerRef, Inventory, Ledger, PodRef, ShareFolder, ShareRecord, Terms};
+use region::{Limits, Usage, place};
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Serialize;
 use serde_json::Value;
+use vcuda_config::{GpuUuid, Request};
 
 use crate::{
     cache,
@@ -30,6 +35,9 @@ const WARM_UP: Duration = Duration::from_millis(1500);
 
 /// A container that has not launched by then never will.
 const START: Duration = Duration::from_secs(30);
+
+/// What the ledger takes for the machine's boot.
+const BOOT: &str = "bench";
 
 /// Where a container's programs find the driver.
 const SYSTEM: &str = "/usr/local/lib";
@@ -46,9 +54,30 @@ pub struct Arguments {
     /// Only these shares, such as 30/70.
     #[arg(long, value_name = "SHARES")]
     shares: Option<String>,
+    /// With the governor, without it, or one after the other.
+    #[arg(long, value_enum, default_value = "both")]
+    governor: Governed,
     /// Prints one JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Whether the governor runs.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Governed {
+    With,
+    Without,
+    Both,
+}
+
+impl Governed {
+    fn all(self) -> &'static [bool] {
+        match self {
+            Self::With => &[true],
+            Self::Without => &[false],
+            Self::Both => &[false, true],
+        }
+    }
 }
 
 /// What a container does.
@@ -116,6 +145,8 @@ struct Got {
 struct Line {
     work: String,
     shares: String,
+    /// Whether the governor ran.
+    governor: bool,
     /// How far a window can be off because a kernel that began runs to its end, in percent of the GPU.
     physics_percent: f64,
     containers: Vec<Got>,
@@ -135,14 +166,16 @@ struct Table {
 /// What is assumed, and printed with the table.
 const ASSUMPTIONS: &str = "\
 simulated GPU: one process at a time, 2 ms slices by turns, 10 us to switch; a kernel fills the GPU, those of several
-streams share it evenly; copies take no time. Windows of 1 s by the simulator's own account. No governor: a share has its
-own slots and nothing lent. `ideal` is the asked share of what the work gets alone and unpaced; `physics` is what a
+streams share it evenly; copies take no time. Windows of 1 s by the simulator's own account. Without the governor a share
+has its own slots and nothing lent. `ideal` is the asked share of what the work gets alone and unpaced; `physics` is what a
 window can be off because the longest kernel or graph, once launched, runs to its end.";
 
 /// The simulated machine and what is installed on it.
 struct Bench {
     driver: Driver,
-    uuid: String,
+    inventory: Inventory,
+    meter: Arc<Meter>,
+    _surveyor: Surveyor,
     shim: PathBuf,
     probe: PathBuf,
     folder: tempfile::TempDir,
@@ -152,6 +185,7 @@ struct Bench {
 /// A running container; killed when dropped, with all processes that it started.
 struct Container {
     child: Child,
+    cgroup: PathBuf,
 }
 
 impl Drop for Container {
@@ -160,7 +194,21 @@ impl Drop for Container {
             let _ = kill_process_group(group, Signal::KILL);
         }
         let _ = self.child.wait();
+        // Until the last of its processes is gone.
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while fs::remove_dir(&self.cgroup).is_err() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
     }
+}
+
+/// A new cgroup of this name, in whatever hierarchy this machine has.
+fn cgroup(name: &str) -> Result<PathBuf> {
+    let root = Path::new("/sys/fs/cgroup");
+    let unified = root.join("cgroup.controllers").exists();
+    let folder = if unified { root.join(name) } else { root.join("pids").join(name) };
+    fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder)
 }
 
 /// Measures everything, and prints it.
@@ -178,12 +226,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if !arguments.json {
         println!("{ASSUMPTIONS}\nshim {}, {} CPUs\n", table.shim, table.cpus);
         println!(
-            "{:<18} {:<16} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8}",
-            "work", "shares", "asked", "ideal", "mean", "worst", "lost %", "physics"
+            "{:<16} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8}",
+            "work", "shares", "governor", "asked", "ideal", "mean", "worst", "lost %", "physics"
         );
     }
     for work in WORK.iter().filter(|work| wanted(work.name)) {
-        let unpaced = mean(&bench.measure(&[(work, None)], arguments.windows.min(3))?[0]);
+        let unpaced = mean(&bench.measure(&[(work, None)], arguments.windows.min(3), false)?[0]);
         table.unpaced.push((work.name.into(), unpaced));
         for shares in SHARES {
             let named = shares.iter().map(u32::to_string).collect::<Vec<_>>().join("/");
@@ -191,20 +239,27 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 continue;
             }
             let all: Vec<_> = shares.iter().map(|share| (work, Some(*share))).collect();
-            let windows = bench.measure(&all, arguments.windows)?;
-            table.lines.push(line(work, &named, shares, &[unpaced], windows, arguments.json));
+            for governor in arguments.governor.all() {
+                let windows = bench.measure(&all, arguments.windows, *governor)?;
+                let of = Of { work, named: &named, shares, governor: *governor };
+                table.lines.push(line(&of, &[unpaced], windows, arguments.json));
+            }
         }
     }
     let fair = &WORK[1];
     let attacks: Vec<&Work> = ATTACKS.iter().filter(|work| wanted(work.name)).collect();
     if !attacks.is_empty() && arguments.shares.is_none() {
-        let alone = mean(&bench.measure(&[(fair, None)], 2)?[0]);
+        let alone = mean(&bench.measure(&[(fair, None)], 2, false)?[0]);
         for attack in attacks {
-            let unpaced = mean(&bench.measure(&[(attack, None)], 2)?[0]);
+            let unpaced = mean(&bench.measure(&[(attack, None)], 2, false)?[0]);
             table.unpaced.push((attack.name.into(), unpaced));
-            let windows = bench.measure(&[(attack, Some(30)), (fair, Some(70))], arguments.windows)?;
-            let named = "30 attacks 70";
-            table.lines.push(line(attack, named, &[30, 70], &[unpaced, alone], windows, arguments.json));
+            for governor in arguments.governor.all() {
+                let both = [(attack, Some(30)), (fair, Some(70))];
+                let windows = bench.measure(&both, arguments.windows, *governor)?;
+                let named = "30 attacks 70";
+                let of = Of { work: attack, named, shares: &[30, 70], governor: *governor };
+                table.lines.push(line(&of, &[unpaced, alone], windows, arguments.json));
+            }
         }
     }
     if arguments.json {
@@ -217,7 +272,16 @@ fn mean(windows: &[f64]) -> f64 {
     windows.iter().sum::<f64>() / windows.len().max(1) as f64
 }
 
-fn line(work: &Work, named: &str, shares: &[u32], unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
+/// What a line is of.
+struct Of<'a> {
+    work: &'a Work,
+    named: &'a str,
+    shares: &'a [u32],
+    governor: bool,
+}
+
+fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
+    let Of { work, named, shares, governor } = *of;
     let got = |(at, windows): (usize, Vec<f64>)| {
         let asked = f64::from(shares[at]);
         let ideal = asked * unpaced[at.min(unpaced.len() - 1)] / 100.0;
@@ -236,14 +300,17 @@ fn line(work: &Work, named: &str, shares: &[u32], unpaced: &[f64], all: Vec<Vec<
     let line = Line {
         work: work.name.into(),
         shares: named.into(),
+        governor,
         physics_percent: work.longest_us / 10_000.0,
         containers,
     };
     if !quiet {
         for (at, got) in line.containers.iter().enumerate() {
-            let (name, shares) = if at == 0 { (line.work.as_str(), line.shares.as_str()) } else { ("", "") };
+            let governor = if line.governor { "with" } else { "without" };
+            let [name, shares, governor] =
+                if at == 0 { [line.work.as_str(), line.shares.as_str(), governor] } else { [""; 3] };
             println!(
-                "{name:<18} {shares:<16} {:>6.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
+                "{name:<16} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
                 got.asked_percent,
                 got.ideal_percent,
                 got.mean_percent,
@@ -261,29 +328,61 @@ impl Bench {
         let dist = cache::dist()?;
         let folder = tempfile::tempdir()?;
         let driver = Driver::start(folder.path(), Wanted::Simulated(1))?;
-        let uuid = driver.gpus()?.first().context("no simulated GPU")?.uuid.clone();
+        let gpu = driver.gpus()?.into_iter().next().context("no simulated GPU")?;
+        let gpu = ledger::Gpu {
+            uuid: GpuUuid::try_from(gpu.uuid)?,
+            name: gpu.name,
+            minor: 0,
+            total_bytes: gpu.total_bytes,
+            memory_units: u32::try_from(gpu.total_bytes >> 28)?,
+            numa_node: None,
+            pci_bus_id: "00000000:10:00.0".into(),
+            healthy: true,
+            device_nodes: vec![],
+        };
+        let of =
+            ledger::Driver { version: driver.version()?, library_dir: "/usr/lib/x86_64-linux-gnu".into() };
+        let inventory = Inventory::new(BOOT.into(), of, vec![], vec![gpu]);
+        let meter = Arc::new(Meter::default());
+        let surveyor = Surveyor::start(driver.root().into(), &[], Arc::clone(&meter))?;
         let shim =
             env::var_os("VCUDA_SHIM").map_or_else(|| dist.join("lib/libvcuda_preload.so"), PathBuf::from);
-        Ok(Self { driver, uuid, shim, probe: dist.join("test/cuda-probe"), folder, count: 0 })
+        let probe = dist.join("test/cuda-probe");
+        Ok(Self { driver, inventory, meter, _surveyor: surveyor, shim, probe, folder, count: 0 })
     }
 
     /// Runs containers at once, each with a share or with the bare driver, and gives what each got of the GPU in every
     /// window, in percent.
-    fn measure(&mut self, all: &[(&Work, Option<u32>)], windows: usize) -> Result<Vec<Vec<f64>>> {
-        let mut taken = Slots::NONE;
+    fn measure(
+        &mut self,
+        all: &[(&Work, Option<u32>)],
+        windows: usize,
+        governed: bool,
+    ) -> Result<Vec<Vec<f64>>> {
+        self.count += 1;
+        let shares = self.folder.path().join(format!("run-{}", self.count)).join("shares");
+        fs::create_dir_all(&shares)?;
+        let ledger = Ledger::open_in_boot(&shares, BOOT.into())?;
+        let names = (0..all.len()).map(|at| format!("vcudabench{}x{}x{at}", std::process::id(), self.count));
+        let names: Vec<String> = names.collect();
+        let mut folders = vec![];
+        for ((_, share), name) in all.iter().zip(&names) {
+            folders.push(share.map(|core| self.share(&ledger, name, core)).transpose()?);
+        }
+        let start = || governor::start(shares, false, Arc::clone(&self.meter));
+        let _governor = governed.then(start).transpose()?;
         let mut running = vec![];
-        for (work, share) in all {
-            let share = match share {
-                Some(core) => {
-                    let own =
-                        Slots::place(*core, taken).with_context(|| format!("{core} slots are not free"))?;
-                    taken = taken.union(own);
-                    Some(self.share(*core, own)?)
+        for (((work, _), name), share) in all.iter().zip(&names).zip(&folders) {
+            let cgroup = cgroup(name)?;
+            let child =
+                self.command(work, &cgroup, share.as_ref()).and_then(|mut command| Ok(command.spawn()?));
+            match child.context("unshare") {
+                Ok(child) => running.push(Container { child, cgroup }),
+                Err(error) => {
+                    let _ = fs::remove_dir(&cgroup);
+                    return Err(error);
                 }
-                None => None,
-            };
-            running
-                .push(Container { child: self.command(work, share.as_deref())?.spawn().context("unshare")? });
+            }
         }
         let begin = Instant::now();
         while self.busy(&running)?.1.contains(&0) {
@@ -328,31 +427,36 @@ impl Bench {
         Ok((at, all.iter().map(of).collect()))
     }
 
-    /// The files of a new share.
-    fn share(&mut self, core: u32, own_slots: Slots) -> Result<PathBuf> {
-        self.count += 1;
-        let folder = self.folder.path().join(format!("share-{}", self.count));
-        fs::create_dir(&folder)?;
-        let limit = GpuLimit {
-            uuid: bytes(&self.uuid)?,
-            memory_bytes: 4 << 30,
-            core_percent: core,
-            core_limit_percent: core,
-            own_slots,
+    /// A new share.
+    fn share(&self, ledger: &Ledger, name: &str, core: u32) -> Result<ShareFolder> {
+        let claim = Claim {
+            pod: PodRef {
+                uid: name.into(),
+                namespace: "bench".into(),
+                name: name.into(),
+                sandbox_id: format!("sandbox-{name}"),
+            },
+            container: ContainerRef { name: "main".into(), id: name.into() },
+            request: Request::new(core, 4)?,
+            terms: Terms::default(),
         };
-        Limits::create(&folder.join("limits"), &[limit])?;
-        Usage::create(&folder.join("usage"))?;
-        Ok(folder)
+        let fill = |record: &ShareRecord, folder: &ShareFolder| {
+            Limits::create(&folder.limits(), &record.limits(false))?;
+            fs::create_dir_all(folder.usage().parent().unwrap_or(Path::new("/")))?;
+            Usage::create(&folder.usage())
+        };
+        Ok(ledger.bind(&self.inventory, &claim, &[], fill)?.folder)
     }
 
     /// A container's first process. What it mounts is only in its own namespace; `/usr/local` of the host is hidden there.
-    fn command(&self, work: &Work, share: Option<&Path>) -> Result<Command> {
+    fn command(&self, work: &Work, cgroup: &Path, share: Option<&ShareFolder>) -> Result<Command> {
         let library =
             |name: &str| self.driver.root().join("usr/lib/x86_64-linux-gnu").join(name).canonicalize();
         let (cuda, nvml) = (library("libcuda.so.1")?, library("libnvidia-ml.so.1")?);
-        let mut script = String::from(
-            "set -e; mount --make-rprivate /; mount -t tmpfs none /usr/local; \
-             put() { mkdir -p \"${2%/*}\"; touch \"$2\"; mount --bind \"$1\" \"$2\"; }\n",
+        let mut script = format!(
+            "set -e; echo $$ > '{}/cgroup.procs'; mount --make-rprivate /; mount -t tmpfs none /usr/local; \
+             put() {{ mkdir -p \"${{2%/*}}\"; touch \"$2\"; mount --bind \"$1\" \"$2\"; }}\n",
+            cgroup.display()
         );
         let mut put = |from: &Path, to: &str| script.push_str(&format!("put '{}' '{to}'\n", from.display()));
         let mut preload = String::new();
@@ -363,8 +467,8 @@ impl Bench {
             }
             put(&cuda, place::REAL_CUDA);
             put(&nvml, place::REAL_NVML);
-            put(&folder.join("limits"), place::LIMITS);
-            put(&folder.join("usage"), place::USAGE);
+            put(&folder.limits(), place::LIMITS);
+            put(&folder.usage(), place::USAGE);
             preload = format!("LD_PRELOAD={}", place::SHIM);
         } else {
             put(&cuda, &format!("{SYSTEM}/libcuda.so.1"));
@@ -378,15 +482,4 @@ impl Bench {
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
         Ok(command)
     }
-}
-
-/// The bytes of `GPU-…`.
-fn bytes(uuid: &str) -> Result<[u8; 16]> {
-    let digits: String = uuid.trim_start_matches("GPU-").chars().filter(char::is_ascii_hexdigit).collect();
-    ensure!(digits.len() == 32, "{uuid} is no UUID");
-    let mut bytes = [0; 16];
-    for (at, byte) in bytes.iter_mut().enumerate() {
-        *byte = u8::from_str_radix(&digits[at * 2..at * 2 + 2], 16)?;
-    }
-    Ok(bytes)
 }
