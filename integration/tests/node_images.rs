@@ -193,6 +193,33 @@ async fn an_image_without_a_c_library_is_refused_with_the_reason() {
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
+async fn an_image_that_the_node_has_seen_is_known_by_its_layers() {
+    let node = node().await.unwrap();
+    let state = node.vcuda.file().paths.state.clone();
+    for name in ["first", "second"] {
+        let pod = Pod::new(name, asks(Container::new("main", node.image())));
+        let running = node.kubelet.run(&pod).await.unwrap();
+        node.kubelet.delete(&running).await.unwrap();
+    }
+    let kept = std::fs::read_dir(state.join("scans")).unwrap().flatten();
+    let kept =
+        kept.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "json")).count();
+    assert_eq!(kept, 1, "one image, one look at its layers");
+    let seen = std::fs::read_dir(state.join("verdicts")).unwrap().next().unwrap().unwrap();
+    let seen = std::fs::read_to_string(seen.path()).unwrap();
+    assert!(seen.contains("\"layers\":\"") && seen.contains("\"starts\":2"), "{seen}");
+
+    // What a driver would break, from memory: no container of it runs any more.
+    let check = node.vcuda.file().paths.install.join("bin/vcuda-check");
+    let mut matrix = std::process::Command::new(check);
+    let matrix = matrix.args(["matrix", "--seen", "--config"]).arg(node.vcuda.config()).output().unwrap();
+    let text = String::from_utf8_lossy(&matrix.stdout);
+    assert!(matrix.status.success() && text.contains("  fits"), "{matrix:?}");
+    node.assert_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
 async fn the_guard_goes_by_the_node_file_that_the_daemons_were_given() {
     let mut node = node().await.unwrap();
     node.import(&Image::busybox("local/busybox:1")).unwrap();

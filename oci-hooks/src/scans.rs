@@ -9,14 +9,20 @@
 //! shares: what was found is judged each time.
 
 use std::{
-    fs,
+    fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
     io,
     ops::ControlFlow,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -37,6 +43,9 @@ const MAX_LAYERS: usize = 500;
 
 /// What a container's own layer may have before it counts as changed: at its start there are some mount points.
 const MAX_OWN_FILES: u64 = 2_000;
+
+/// How often it is tried to have the turn.
+const EACH_TRY: Duration = Duration::from_millis(5);
 
 /// Raised when the same files would be understood in another way.
 const VERSION: u32 = 1;
@@ -124,6 +133,11 @@ impl Scans {
         if let Some(survey) = layers.as_ref().and_then(|layers| self.known(layers)) {
             return Ok(Scanned { survey, unseen: Unseen::None, layers });
         }
+        // Many pods of a new image start at once: one looks, the others take what it found.
+        let _turn = layers.as_ref().and_then(|_| self.turn(limits.time));
+        if let Some(survey) = layers.as_ref().and_then(|layers| self.known(layers)) {
+            return Ok(Scanned { survey, unseen: Unseen::None, layers });
+        }
         let (survey, unseen) = check::survey(rootfs, limits, progress)?;
         if let (Unseen::None, Some(layers)) = (&unseen, &layers) {
             // A full disk costs the next look its time, no more.
@@ -160,6 +174,20 @@ impl Scans {
         let bytes = host_read(&self.path(id), MAX_BYTES).ok().filter(|_| plain)?;
         let kept: Kept = serde_json::from_slice(&bytes).ok()?;
         (kept.version == VERSION).then_some(kept.survey)
+    }
+
+    /// Waits until nobody else on this node looks at an image, at most `within`; then it is done without.
+    fn turn(&self, within: Duration) -> Option<File> {
+        fs::create_dir_all(&self.folder).ok()?;
+        let file =
+            File::options().create(true).truncate(false).write(true).open(self.folder.join("turn")).ok()?;
+        let start = Instant::now();
+        while flock(&file, FlockOperation::NonBlockingLockExclusive) == Err(Errno::AGAIN)
+            && start.elapsed() < within
+        {
+            thread::sleep(EACH_TRY);
+        }
+        Some(file)
     }
 
     fn keep(&self, layers: &Layers, survey: &Survey) -> io::Result<()> {

@@ -260,7 +260,14 @@ fn the_shim_loads_where_the_check_says_so_and_nowhere_else() {
     let composed = compose(&cache, "busybox", &[]);
     let root = composed.path().join("root");
     assert_eq!(verdict(&root, "/bin/sh"), "does-not-fit");
-    fs::write(root.join("etc/ld.so.preload"), "/opt/missing.so\n").unwrap();
-    let ran = run(&root, &["/bin/sh", "-c", "echo runs"], "/opt/missing.so");
-    assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice()), (&b"runs\n"[..], &b""[..]), "unenforced");
+    let with_missing_preload = |root: &Path, shell: &str| {
+        fs::write(root.join("etc/ld.so.preload"), "/opt/missing.so\n").unwrap();
+        let ran = run(root, &[shell, "-c", "echo runs"], "");
+        assert_eq!(ran.stdout, b"runs\n");
+        String::from_utf8(ran.stderr).unwrap()
+    };
+    assert_eq!(with_missing_preload(&root, "/bin/sh"), "", "it never looked: unenforced");
+    let dynamic = compose(&cache, "bookworm", &[]);
+    let complaint = with_missing_preload(&dynamic.path().join("root"), "/bin/bash");
+    assert!(complaint.contains("/opt/missing.so"), "one with a loader does look: {complaint}");
 }

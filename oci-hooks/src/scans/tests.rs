@@ -135,6 +135,26 @@ fn what_is_remembered_and_broken_is_forgotten() {
 
 #[test]
 #[ignore = "mounts need root"]
+fn of_many_that_start_at_once_one_looks_and_the_others_take_what_it_found() {
+    Rig::with(|rig| {
+        let turn = rig.scans.turn(Duration::ZERO).unwrap();
+        let mut found = Survey::default();
+        found.files = 12_345;
+        thread::scope(|scope| {
+            let others: Vec<_> = (0..3).map(|_| scope.spawn(|| rig.survey())).collect();
+            // Long enough for them to look for themselves, if they did not wait.
+            thread::sleep(Duration::from_millis(200));
+            rig.scans.keep(&rig.scans.layers(&rig.root()).unwrap(), &found).unwrap();
+            drop(turn);
+            for other in others {
+                assert_eq!(other.join().unwrap(), found);
+            }
+        });
+    });
+}
+
+#[test]
+#[ignore = "mounts need root"]
 fn a_folder_in_an_overlay_is_no_overlay() {
     Rig::with(|rig| {
         rig.survey();
