@@ -76,9 +76,9 @@ fn main() {
     let node = LimitsWriter::open(&bench.model.room.limits()).unwrap();
     // Alone on the GPU, with leave to use all of it.
     node.set(&GpuLimit { core_percent: 100, core_limit_percent: 100, ..limit(0, 40960 * MIB) }).unwrap();
-    row("launch, unpaced", bench.pair(&["launch"]), "adds at most 5");
+    row("launch, unpaced", bench.pair(&["launch", "0"]), "adds at most 5");
     node.set(&GpuLimit { core_percent: 99, core_limit_percent: 99, ..limit(0, 40960 * MIB) }).unwrap();
-    row("launch, paced", bench.pair(&["launch"]), "");
+    row("launch of 100 ns, paced to 99 %", bench.pair(&["launch", "100"]), "");
     row("cuMemGetInfo", bench.pair(&["info"]), "adds at most 50");
     for live in [1, 1_000, 50_000, 1_000_000] {
         let what = format!("allocation and free, {live} live");

@@ -11,11 +11,15 @@ use std::{
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
 };
 
-use region::{Process, Usage, UsageReader, fault};
+use region::{Process, Slots, Terms, Usage, UsageReader, fault};
 use tempfile::TempDir;
 
 const GPU: usize = 2;
 const CEILING: u64 = 1 << 20;
+const BATCH_NS: u64 = 1_000_000;
+const PACED: u64 = 5;
+const PACED_FROM_NS: u64 = 1_000 * BATCH_NS;
+const HALF: Terms = Terms { slots: Slots::ALL, rate_permille: 500, charge_permille: 1000 };
 const TASK: &str = "REGION_TEST_TASK";
 const FILE: &str = "REGION_TEST_FILE";
 /// No task passes more fault points than this many before it is done.
@@ -34,6 +38,7 @@ fn worker() {
         "hold" => hold(&usage, u64::try_from(number).unwrap()),
         "die-at" => churn_until(&usage, number, libc::SIGKILL),
         "stop-at" => churn_until(&usage, number, libc::SIGSTOP),
+        "pace-until" => pace_until(&usage, number),
         "churn" => churn_at_random(&usage, u64::try_from(number).unwrap()),
         "exec" => {
             hold_first(&usage, u64::try_from(number).unwrap());
@@ -103,6 +108,23 @@ fn churn_until(usage: &Usage, point: i64, signal: i32) {
     }
     say("done");
     wait_for_end_of_input();
+}
+
+/// Batches of a millisecond, at half a GPU, by a clock of the test's; the end comes at fault point `point`.
+fn pace_until(usage: &Usage, point: i64) {
+    let me = usage.claim().unwrap();
+    let budget = usage.budget(GPU).unwrap();
+    fault::after(point, libc::SIGKILL);
+    for batch in 0..PACED {
+        let now = PACED_FROM_NS + batch * 2 * BATCH_NS;
+        usage.set_open(me, GPU, now);
+        let mut taken = budget.take(now, &HALF, BATCH_NS / 2).unwrap();
+        let counted = budget.count(now + BATCH_NS, now, now + BATCH_NS);
+        budget.pay(&HALF, counted, &mut taken);
+        budget.give(taken);
+        usage.set_open(me, GPU, 0);
+    }
+    say("done");
 }
 
 fn churn_at_random(usage: &Usage, seed: u64) {
@@ -246,6 +268,31 @@ fn a_kill_at_any_step_loses_nothing() {
         share.usage.take(me, GPU, CEILING - 5 * 512, CEILING).unwrap();
         assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
     }
+}
+
+/// What was measured and not paid, or paid and not measured, is never more than one batch; and what the dead had begun is
+/// seen by the next.
+#[test]
+fn a_kill_at_any_step_of_pacing_loses_at_most_a_batch() {
+    let mut completed = false;
+    for point in 0..POINTS {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        let mut worker = share.start("pace-until", point);
+        completed |= worker.child.wait().unwrap().success();
+        let gpu = UsageReader::open(&share.path).unwrap().snapshot().unwrap().gpus[GPU];
+        // At half the rate a nanosecond costs two, from where the first was taken: two milliseconds of credit before.
+        let paid = gpu.next_ns.saturating_sub(PACED_FROM_NS - 2 * BATCH_NS) / 2;
+        assert!(paid.abs_diff(gpu.charged_ns) <= BATCH_NS, "killed at point {point}: {gpu:?}");
+        let now = PACED_FROM_NS + PACED * 2 * BATCH_NS;
+        let open = share.usage.reap_open(me, GPU, now, 0);
+        assert_eq!(share.usage.reap_open(me, GPU, now, 0), None, "counted once");
+        assert!(open.is_some() || completed, "killed at point {point}");
+        // Nobody is held up for longer than what is owed.
+        let wait = share.usage.budget(GPU).unwrap().take(now, &HALF, BATCH_NS).err().unwrap_or(0);
+        assert!(wait <= PACED * 2 * BATCH_NS);
+    }
+    assert!(completed, "all points were passed");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-/* Times calls of the driver, and prints nanoseconds: `launch`, `info`, or `alloc LIVE THREADS`. */
+/* Times calls of the driver, and prints nanoseconds: `launch KERNEL`, `info`, or `alloc LIVE THREADS`. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -46,7 +46,7 @@ int main(int argc, char **argv) {
     if (argc < 2)
         return printf("%f\n", ready - begun), 0;
     u64 live = argc > 2 ? strtoull(argv[2], NULL, 0) : 0, threads = argc > 3 ? strtoull(argv[3], NULL, 0) : 1;
-    for (u64 n = 0; n < live; n++)
+    for (u64 n = 0; n < live && strcmp(argv[1], "launch"); n++)
         if (alloc(&address, 512))
             return 4;
     double best = 1e18;
@@ -55,7 +55,7 @@ int main(int argc, char **argv) {
         double start = now();
         if (!strcmp(argv[1], "launch"))
             for (u64 n = 0; n < rounds; n++)
-                launch(NULL, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+                launch((void *)live, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
         else if (!strcmp(argv[1], "info"))
             for (u64 n = 0; n < rounds; n++) {
                 size_t free, total;
