@@ -408,8 +408,25 @@ impl World {
                 };
                 let left = self.left_by_init(n);
                 let must = must.unwrap_or_default();
-                let excused = self.with_foreign || must.iter().any(|gpu| sick(gpu) || left.contains_key(gpu));
-                assert!(excused, "the scheduler's choice for {uid} does not fit on node {n}");
+                // The pod's own init container, whose end nobody heard, stands in its way until the next list of the
+                // runtime's that is not too young to tell.
+                let own = |name: &String| {
+                    let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
+                    shares.records.contains_key(&ShareName::new(&uid, name).unwrap())
+                };
+                let waits = self.pods[&uid].done.iter().any(own);
+                let in_doubt = |gpu: &GpuUuid| sick(gpu) || left.contains_key(gpu);
+                let excused = self.with_foreign || waits || must.iter().any(in_doubt);
+                if !excused {
+                    let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
+                    for (name, record) in &shares.records {
+                        let pod = self.pods.get(name.pod_uid());
+                        let asked = pod.map(|pod| &pod.wanted.demand.containers);
+                        let says = pod.and_then(|pod| pod.annotations.get(annotation::PLACEMENT));
+                        println!("{name}: {:?} {:?}, {asked:?}, {says:?}", record.state, record.gpus);
+                    }
+                    panic!("the scheduler's choice for {uid}, {must:?}, does not fit on node {n}");
+                }
                 self.count("refused by the node");
             }
             Ok(Err(error)) => panic!("{error}"),
