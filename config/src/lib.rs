@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod device;
+pub mod floor;
 mod gpu_admission;
 mod grant;
 mod node_file;
@@ -15,8 +16,8 @@ pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use gpu_admission::gpu_admission_minors;
 pub use grant::{Grant, GrantError};
 pub use node_file::{
-    ComputePolicy, GpuPolicy, ImagePolicy, MetricsSettings, NodeFile, NodeFileError, NriSettings, Paths,
-    Policy, Resources,
+    ComputePolicy, GpuPolicy, ImagePolicy, MemoryFloor, MemoryPolicy, MetricsSettings, NodeFile,
+    NodeFileError, NriSettings, Paths, Policy, Resources,
 };
 pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
 pub use pod_placement::{PodPlacement, PodPlacementError};

@@ -40,6 +40,9 @@ pub struct NodeFile {
     /// Where the device plugin serves its figures.
     #[serde(default)]
     pub metrics: MetricsSettings,
+    /// Who holds containers to the memory of their shares.
+    #[serde(default)]
+    pub memory: MemoryPolicy,
     /// How the NRI plugin presents itself.
     #[serde(default)]
     pub nri: NriSettings,
@@ -111,6 +114,28 @@ pub struct ComputePolicy {
 pub struct MetricsSettings {
     /// Address for `/metrics` and `/healthz` over HTTP; null for none.
     pub listen: Option<SocketAddr>,
+}
+
+/// Who holds containers to the memory of their shares.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct MemoryPolicy {
+    /// What else there is besides the shim.
+    pub floor: MemoryFloor,
+}
+
+/// What holds a container to its memory if it passes the shim by. Drivers from 615 on can (NVML 13.4), on nodes with
+/// cgroup version 2.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MemoryFloor {
+    /// The driver, where it can.
+    #[default]
+    Auto,
+    /// The driver; where it cannot, containers with a share do not start.
+    Driver,
+    /// Nothing.
+    Shim,
 }
 
 /// How the NRI plugin presents itself to containerd.
@@ -267,6 +292,7 @@ impl Default for NodeFile {
             gpus: GpuPolicy::default(),
             compute: ComputePolicy::default(),
             metrics: MetricsSettings::default(),
+            memory: MemoryPolicy::default(),
             nri: NriSettings::default(),
             images: ImagePolicy::default(),
         }
@@ -310,6 +336,11 @@ impl Paths {
     /// The OCI hook on the host.
     pub fn hook(&self) -> PathBuf {
         self.install.join("bin/vcuda-hook")
+    }
+
+    /// Where the device plugin is asked for the driver's floor, see [`crate::floor`].
+    pub fn floor_socket(&self) -> PathBuf {
+        self.run.join("floor.sock")
     }
 
     fn named(&self) -> [(&'static str, &Path); 7] {
@@ -423,6 +454,7 @@ mod tests {
             ("version: 1\nimages: {policy: maybe}", "policy"),
             ("version: 1\ncompute: {workConserving: maybe}", "compute"),
             ("version: 1\nmetrics: {listen: here}", "metrics"),
+            ("version: 1\nmemory: {floor: maybe}", "floor"),
             ("version: 1\nnri: {index: '9'}", "nri.index"),
             ("version: 1\nnri: {name: ''}", "nri.name"),
             ("version: 1\ngpus: {exclude: [0]}", "GPU UUID"),

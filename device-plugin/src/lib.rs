@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod expected;
 pub mod explain;
 pub mod fatal;
+mod floor;
 pub mod folder;
 pub mod governor;
 pub mod health;

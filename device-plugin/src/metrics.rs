@@ -15,7 +15,7 @@ use vcuda_config::NodeFile;
 
 use crate::{
     governor::{Figures, Published},
-    status::{ShareStatus, Status, StatusError},
+    status::{HeldBy, ShareStatus, Status, StatusError},
     warned,
 };
 
@@ -107,6 +107,19 @@ fn text(status: &Status, figures: &[Figures]) -> String {
         "Memory that the container holds, by its own account.",
     );
     used().for_each(|(labels, usage)| out.sample(&labels, count(usage.memory_bytes)));
+    out.family(
+        "vcuda_share_memory_unseen_bytes",
+        "gauge",
+        "Memory that the container holds beyond that, as the driver says: contexts, modules.",
+    );
+    used().for_each(|(labels, usage)| out.sample(&labels, count(usage.unseen_bytes)));
+    out.family(
+        "vcuda_share_memory_driver_floor",
+        "gauge",
+        "1 where the driver holds the container to its memory too (driver+shim), 0 where the shim alone does.",
+    );
+    let held = || shares().filter_map(|share| Some((of_share(share), share.held_by?)));
+    held().for_each(|(labels, by)| out.sample(&labels, count((by == HeldBy::DriverAndShim).into())));
     out.family("vcuda_share_memory_refusals_total", "counter", "Allocations that the ceiling refused.");
     used().for_each(|(labels, usage)| out.sample(&labels, count(usage.refusals)));
 

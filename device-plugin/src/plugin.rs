@@ -15,6 +15,7 @@ use crate::{
     cdi,
     cluster::{self, Access, Ports},
     fatal::Fatal,
+    floor::{self, Floor},
     folder, governor,
     keeper::{Keeper, check_writable},
     kubelet::{Context, EnsureCdi, Session},
@@ -64,6 +65,19 @@ pub async fn run(
 
     let warned = tokio::spawn(warned::follow(paths.clone(), stop.clone()));
 
+    let floor = Floor::new(paths.clone(), file.memory.floor);
+    let _floor = match &floor {
+        None => None,
+        Some(floor) => {
+            let socket = paths.floor_socket();
+            let serve = floor::serve(&socket, Arc::clone(floor)).map_err(|source| Fatal::Unwritable {
+                key: "paths.run",
+                path: socket,
+                source,
+            })?;
+            Some(AbortOnDrop(tokio::spawn(serve).abort_handle()))
+        }
+    };
     let ensure_cdi: Arc<EnsureCdi> = cdi::ensure(&paths);
     let (publish, offer) = watch::channel(Arc::new(Offer::default()));
     let (expect, expected) = watch::channel(Arc::default());
@@ -83,8 +97,12 @@ pub async fn run(
     loop {
         let survey = surveys.borrow_and_update().clone();
         let cordon = cordons.borrow_and_update().clone();
+        let floor = floor.clone();
         let step = task::spawn_blocking(move || {
             let ready = keeper.step(&survey, cordon.as_ref());
+            if let Some(floor) = floor {
+                floor.tend();
+            }
             (keeper, ready)
         });
         let ready;

@@ -1,6 +1,6 @@
 //! `vcuda-device-plugin set`: changes what a running container may use, within what its GPU has left.
 
-use std::{fmt, io};
+use std::{fmt, io, time::Duration};
 
 use ledger::{
     Change, ChangeError, Changed, GpuShare, Inventory, InventoryError, Ledger, LedgerError, ShareFolder,
@@ -9,7 +9,13 @@ use ledger::{
 use region::{LimitsWriter, UsageReader};
 use serde::Serialize;
 use thiserror::Error;
-use vcuda_config::{GpuUuid, MEMORY_UNIT_BYTES, NodeFile};
+use vcuda_config::{
+    GpuUuid, MEMORY_UNIT_BYTES, MemoryFloor, NodeFile,
+    floor::{Question, ask},
+};
+
+/// For the device plugin to have the driver follow; it takes milliseconds.
+const FLOOR_WITHIN: Duration = Duration::from_secs(5);
 
 /// Why nothing was set.
 #[derive(Debug, Error)]
@@ -112,6 +118,10 @@ pub fn set(file: &NodeFile, pod: &PodName, container: &str, change: Change) -> R
     let tell =
         |record: &ShareRecord, folder: &ShareFolder| tell(record, folder, file.compute.work_conserving);
     let Changed { before, after } = ledger.change(&inventory, &name, change, tell)?;
+    if file.memory.floor != MemoryFloor::Shim {
+        // Where the device plugin does not run, it sees to it when it does.
+        let _ = ask(&file.paths.floor_socket(), &Question::Renew { share: name.to_string() }, FLOOR_WITHIN);
+    }
     let amounts = |record: &ShareRecord, gpu: &GpuShare| Amounts {
         core: gpu.core,
         core_limit: record.limits(file.compute.work_conserving)[0].core_limit_percent,

@@ -121,10 +121,33 @@ pub struct ShareStatus {
     pub used_percent: Option<u32>,
     /// Memory ceiling on this GPU in bytes, as the container sees it at this moment.
     pub memory_bytes: u64,
+    /// What holds the container to its memory; none for whole GPUs, which have no ceiling.
+    pub held_by: Option<HeldBy>,
     /// What its processes hold, by their own account; none for whole GPUs, which are not accounted.
     pub usage: Option<Usage>,
     /// Why there are no figures.
     pub usage_error: Option<String>,
+}
+
+/// What holds a container to its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum HeldBy {
+    /// The shim, through every door that it covers.
+    #[serde(rename = "shim")]
+    Shim,
+    /// The shim, and below it the driver, whatever a process does.
+    #[serde(rename = "driver+shim")]
+    DriverAndShim,
+}
+
+impl HeldBy {
+    /// As metrics and tables have it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Shim => "shim",
+            Self::DriverAndShim => "driver+shim",
+        }
+    }
 }
 
 /// What a container has used of one GPU, by its own account.
@@ -133,6 +156,8 @@ pub struct ShareStatus {
 pub struct Usage {
     /// Bytes held.
     pub memory_bytes: u64,
+    /// Bytes beyond these that the driver says it holds: contexts, modules, local memory. 0 where it does not tell.
+    pub unseen_bytes: u64,
     /// Allocations that the ceiling has refused.
     pub refusals: u64,
     /// GPU time, in nanoseconds.
@@ -202,7 +227,9 @@ impl Status {
 /// One entry for each GPU of each share.
 fn statuses(folder: &Path, shares: &Shares) -> Vec<ShareStatus> {
     let of_share = |(name, record): (&ShareName, &ShareRecord)| {
-        let figures = record.shim.then(|| Figures::read(&ShareFolder::new(folder, name)));
+        let folder = ShareFolder::new(folder, name);
+        let figures = record.shim.then(|| Figures::read(&folder));
+        let floor = ledger::Floor::load(&folder, &record.container.id);
         let of_gpu = |gpu: &GpuShare| {
             let (here, usage_error) = match &figures {
                 Some(Ok(figures)) => (figures.of(&gpu.uuid), None),
@@ -222,6 +249,10 @@ fn statuses(folder: &Path, shares: &Shares) -> Vec<ShareStatus> {
                 priority: record.terms.priority,
                 used_percent: here.used_percent,
                 memory_bytes: here.ceiling.unwrap_or(gpu.memory_bytes),
+                held_by: record.shim.then(|| match &floor {
+                    Some(floor) if floor.bytes.contains_key(&gpu.uuid) => HeldBy::DriverAndShim,
+                    _ => HeldBy::Shim,
+                }),
                 usage: here.usage,
                 usage_error,
             }
@@ -250,6 +281,7 @@ impl Figures {
         let governed = monotonic_ns().saturating_sub(self.limits.heartbeat_ns()) < HEARTBEAT_NS;
         let usage = |gpu: &region::GpuUsage| Usage {
             memory_bytes: gpu.used_bytes,
+            unseen_bytes: self.limits.unseen_bytes(at),
             refusals: gpu.refusals,
             gpu_ns: gpu.charged_ns,
             launches: self.usage.launches,
@@ -302,8 +334,9 @@ fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Resu
     if shares.is_empty() {
         return Ok(());
     }
-    let head = ["POD", "CONTAINER", "STATE", "CORE", "USED", "HELD BACK", "MEMORY", "IN USE", "REFUSED"]
-        .map(String::from);
+    let head =
+        ["POD", "CONTAINER", "STATE", "CORE", "USED", "HELD BACK", "MEMORY", "FLOOR", "IN USE", "REFUSED"]
+            .map(String::from);
     let row = |share: &ShareStatus| {
         let figure = |show: fn(Usage) -> String| match (&share.usage, &share.usage_error) {
             (Some(usage), _) => show(*usage),
@@ -324,7 +357,8 @@ fn write_shares(f: &mut fmt::Formatter<'_>, shares: &[ShareStatus]) -> fmt::Resu
                 format!("{}.{} s", usage.throttled_ns / 1_000_000_000, usage.throttled_ns / 100_000_000 % 10)
             }),
             gib(share.memory_bytes),
-            figure(|usage| gib(usage.memory_bytes)),
+            share.held_by.map_or("-", HeldBy::as_str).into(),
+            figure(|usage| gib(usage.memory_bytes.saturating_add(usage.unseen_bytes))),
             figure(|usage| usage.refusals.to_string()),
         ]
     };
@@ -462,12 +496,33 @@ mod tests {
             Amount { total: 80 << 30, granted: 8 << 30, free: Some(72 << 30) }
         );
         assert_eq!(status.gpus[0].shares[0].usage, Some(Usage { refusals: 1, ..Usage::default() }));
+        assert_eq!(status.gpus[0].shares[0].held_by, Some(HeldBy::Shim));
         assert_eq!(status.gpus[1].core.free, Some(0));
-        assert_eq!(status.gpus[1].shares[0].usage, None);
+        assert_eq!((status.gpus[1].shares[0].usage, status.gpus[1].shares[0].held_by), (None, None));
         let text = status.to_string();
         for part in ["ns/train", "8.0 GiB", "takes no new shares", "20 of 100 granted, 80 free"] {
             assert!(text.contains(part), "{part}: {text}");
         }
+    }
+
+    #[test]
+    fn a_share_shows_what_holds_it_and_what_no_call_shows() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        let share = share(&file, "train", 1, ShareKind::Share);
+        let hold = |container: &str| {
+            ledger::Floor::new(container.into(), "/x".into(), [(uuid(1), 8 << 30)].into())
+                .store(&share)
+                .unwrap();
+            Status::read(&file).unwrap()
+        };
+        assert_eq!(hold("earlier").gpus[0].shares[0].held_by, Some(HeldBy::Shim));
+        region::LimitsWriter::open(&share.limits()).unwrap().set_unseen(&uuid(1).bytes(), 1 << 29).unwrap();
+        let status = hold("c");
+        assert_eq!(status.gpus[0].shares[0].held_by, Some(HeldBy::DriverAndShim));
+        assert_eq!(status.gpus[0].shares[0].usage.unwrap().unseen_bytes, 1 << 29);
+        let text = status.to_string();
+        assert!(text.contains("driver+shim") && text.contains("0.5 GiB"), "{text}");
     }
 
     /// A container can write whatever it likes into its usage.

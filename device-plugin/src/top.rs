@@ -159,6 +159,7 @@ mod tests {
             used_percent: None,
             memory_bytes: 8 << 30,
             usage,
+            held_by: None,
             usage_error: None,
         }
     }

@@ -25,6 +25,8 @@ pub enum Wanted {
     None,
     /// A simulated one with this many GPUs.
     Simulated(u32),
+    /// A simulated one of this version, such as `615.71`, with this many GPUs, of which each process takes 400 MiB.
+    SimulatedAs(&'static str, u32),
     /// The one that is installed on this machine.
     Real,
 }
@@ -57,7 +59,7 @@ impl Wanted {
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
-            Self::Simulated(_) => "simulated",
+            Self::Simulated(_) | Self::SimulatedAs(..) => "simulated",
             Self::Real => "real",
         }
     }
@@ -69,8 +71,10 @@ impl Driver {
         let root = if wanted == Wanted::Real { "/".into() } else { folder.join("driver") };
         fs::create_dir_all(&root)?;
         let mut driver = Self { wanted, root, process: None, folder: folder.into() };
-        if let Wanted::Simulated(gpus) = wanted {
-            driver.simulate(gpus)?;
+        match wanted {
+            Wanted::Simulated(gpus) => driver.simulate(None, gpus)?,
+            Wanted::SimulatedAs(version, gpus) => driver.simulate(Some(version), gpus)?,
+            Wanted::None | Wanted::Real => {}
         }
         Ok(driver)
     }
@@ -109,7 +113,9 @@ impl Driver {
     /// is not looked at.
     pub fn used_bytes(&self) -> Result<u64> {
         match self.wanted {
-            Wanted::Simulated(_) => Ok(self.gpus()?.iter().map(|gpu| gpu.used_bytes).sum()),
+            Wanted::Simulated(_) | Wanted::SimulatedAs(..) => {
+                Ok(self.gpus()?.iter().map(|gpu| gpu.used_bytes).sum())
+            }
             Wanted::None | Wanted::Real => Ok(0),
         }
     }
@@ -123,10 +129,21 @@ impl Driver {
         Nvml::builder().lib_path(&library).init().context("NVML")
     }
 
-    fn simulate(&mut self, gpus: u32) -> Result<()> {
+    fn simulate(&mut self, version: Option<&str>, gpus: u32) -> Result<()> {
         let programs = cache::dist()?.join("sim");
         let mut command = Command::new(programs.join("sim-gpud"));
-        command.arg("--root").arg(&self.root).arg("--gpus").arg(gpus.to_string());
+        command.arg("--root").arg(&self.root);
+        match version {
+            None => command.arg("--gpus").arg(gpus.to_string()),
+            Some(version) => {
+                let file = self.folder.join("machine.yaml");
+                fs::write(
+                    &file,
+                    format!("version: 1\ndriver: {version}\ngpus: [{{count: {gpus}, contextMib: 400}}]\n"),
+                )?;
+                command.arg("--config").arg(file)
+            }
+        };
         if let Some(program) = Cache::find()?.nvidia_smi() {
             command.arg("--nvidia-smi").arg(program);
         }

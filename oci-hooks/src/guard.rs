@@ -7,6 +7,7 @@
 //! It says one sentence on refusal: thing, reason, remedy. The runtime carries it into the pod's events. It knows
 //! neither NRI nor kubelet nor how the hook is called.
 
+mod floor;
 mod image;
 mod mounts;
 mod preload;
@@ -24,7 +25,7 @@ use ledger::{Inventory, RecordError, ShareFolder, ShareKind, ShareName, ShareRec
 use region::Limits;
 use serde::Deserialize;
 use thiserror::Error;
-use vcuda_config::{ImagePolicy, Paths, Policy, annotation};
+use vcuda_config::{ImagePolicy, MemoryFloor, Paths, Policy, annotation};
 
 use crate::{
     compat::{
@@ -39,6 +40,7 @@ use crate::{
     verdicts,
 };
 
+pub use floor::FloorError;
 pub use mounts::{Flaw, Mounted};
 pub use preload::PreloadError;
 
@@ -163,6 +165,14 @@ pub enum Refusal {
         /// Why.
         reason: Box<PreloadError>,
     },
+    /// The driver does not hold it, and must.
+    #[error("{who}: {reason}")]
+    Floor {
+        /// The pod and its container.
+        who: Who,
+        /// Why.
+        reason: FloorError,
+    },
     /// Something of the node cannot be read.
     #[error("{who}: {reason}")]
     Node {
@@ -218,13 +228,15 @@ struct Config {
 const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 
 /// Decides whether `container`, with its root at `rootfs`, may start, within [`TIME_LIMIT`]. `paths` are the
-/// node's; `images` says what becomes of an image that does not fit. What it found and let pass is returned.
+/// node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
+/// found and let pass is returned.
 ///
 /// # Errors
 /// Why it may not start.
 pub fn run(
     paths: &Paths,
     images: &ImagePolicy,
+    floor: MemoryFloor,
     container: &Container,
     rootfs: Rootfs,
 ) -> Result<Vec<Finding>, Refusal> {
@@ -234,7 +246,7 @@ pub fn run(
     // process ends right after.
     let verifier = move || {
         // Nobody listens any more after the time limit, and then nobody needs the answer.
-        let _ = answer.send(verify(&paths, &images, &owned, &rootfs));
+        let _ = answer.send(verify(&paths, &images, floor, &owned, &rootfs));
     };
     thread::Builder::new().name("guard".into()).spawn(verifier).map_err(|error| Refusal::Node {
         who: Who { namespace: "?".into(), pod: "?".into(), container: container.id.clone() },
@@ -246,6 +258,7 @@ pub fn run(
 fn verify(
     paths: &Paths,
     images: &ImagePolicy,
+    floor: MemoryFloor,
     container: &Container,
     rootfs: &Rootfs,
 ) -> Result<Vec<Finding>, Refusal> {
@@ -257,6 +270,8 @@ fn verify(
             let folder = ShareFolder::new(&paths.shares(), &name);
             let inventory = verify_mounts(paths, rootfs, &record, &folder)?;
             let findings = verify_image(paths, images, container, rootfs, &record, &folder, &inventory)?;
+            floor::hold(paths, floor, &name)
+                .map_err(|reason| Refusal::Floor { who: Who::of(&record), reason })?;
             preload::compose(rootfs, &folder)
                 .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;
             Ok(findings)

@@ -6,6 +6,7 @@
 mod change;
 mod files;
 mod filter;
+mod floor;
 mod inventory;
 mod ledger;
 mod place;
@@ -19,6 +20,7 @@ mod timetable;
 pub use change::{ChangeError, Changed};
 pub use files::boot_id;
 pub use filter::{GpuFilter, WishError, Wishes};
+pub use floor::Floor;
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
 pub use ledger::{
     BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, milliseconds_since_1970,

@@ -165,6 +165,11 @@ impl ShareFolder {
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     }
 
+    /// What the driver holds the container to, see [`crate::Floor`].
+    pub fn floor(&self) -> PathBuf {
+        self.0.join("floor.json")
+    }
+
     /// What the container sees as `/etc/ld.so.preload`.
     pub fn preload(&self) -> PathBuf {
         self.0.join("ld.so.preload")

@@ -25,7 +25,7 @@ impl std::error::Error for Failure {}
 struct Library(*mut c_void);
 
 impl Library {
-    fn open(name: &'static CStr, call: &'static str) -> Result<Self, Failure> {
+    fn open(name: &CStr, call: &'static str) -> Result<Self, Failure> {
         // SAFETY: `name` is a C string. Loading runs the library's initialisers, which is what it is for.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
         if handle.is_null() {
@@ -130,9 +130,9 @@ fn text(buffer: &[c_char]) -> String {
 }
 
 impl Cuda {
-    /// Loads and initialises libcuda.
-    pub fn load() -> Result<Self, Failure> {
-        let api = CudaApi::find(&Library::open(c"libcuda.so.1", "dlopen libcuda.so.1")?)?;
+    /// Loads and initialises libcuda, or another file in its place.
+    pub fn load(file: &CStr) -> Result<Self, Failure> {
+        let api = CudaApi::find(&Library::open(file, "dlopen libcuda.so.1")?)?;
         // SAFETY: `cuInit` takes a number.
         check("cuInit", unsafe { (api.init)(0) })?;
         Ok(Self(api))

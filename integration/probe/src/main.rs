@@ -8,7 +8,7 @@
 mod driver;
 mod spin;
 
-use std::{io::Write, process::ExitCode, thread};
+use std::{ffi::CString, io::Write, process::ExitCode, str::FromStr, thread};
 
 use clap::{Parser, Subcommand};
 use serde::Serialize;
@@ -35,6 +35,9 @@ struct Options {
     /// Frees everything again and looks once more.
     #[arg(long)]
     free: bool,
+    /// Which libcuda to load: a name that is looked up, or a path.
+    #[arg(long, value_name = "FILE", default_value = "libcuda.so.1", value_parser = CString::from_str)]
+    cuda: CString,
     /// After printing, keeps the memory until killed.
     #[arg(long)]
     hold: bool,
@@ -133,7 +136,7 @@ fn main() -> ExitCode {
 }
 
 fn look(options: &Options, report: &mut Report, held: &mut Vec<u64>) -> Result<(), Failure> {
-    let cuda = Cuda::load()?;
+    let cuda = Cuda::load(&options.cuda)?;
     report.cuda_version = cuda.version()?;
     for ordinal in 0..cuda.count()? {
         let (name, uuid, total_bytes) = cuda.device(ordinal)?;

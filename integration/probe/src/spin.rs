@@ -94,7 +94,7 @@ impl Spin {
         if let Some(launches) = self.launches_a_process {
             return self.again_and_again(launches);
         }
-        let cuda = Cuda::load()?;
+        let cuda = Cuda::load(c"libcuda.so.1")?;
         cuda.use_device(0)?;
         let module = cuda.module(&CString::new(text(&self.kernel_us))?)?;
         let functions: Vec<Function> = (0..self.kernel_us.len())

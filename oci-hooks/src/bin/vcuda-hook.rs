@@ -116,14 +116,14 @@ fn run(hook: Hook) -> anyhow::Result<()> {
 }
 
 fn guard(args: GuardArgs, container: Container, rootfs: Rootfs) -> anyhow::Result<()> {
-    let paths = Paths { state: args.state, install: args.install, ..Paths::default() };
+    let file = NodeFile::load_or_default(&args.config)?;
+    let paths = Paths { state: args.state, install: args.install, run: file.paths.run, ..Paths::default() };
     let container = guard::Container {
         share: container.annotations.get(annotation::SHARE).cloned(),
         id: container.id,
         bundle: container.bundle,
     };
-    let images = NodeFile::load_or_default(&args.config)?.images;
-    guard::run(&paths, &images, &container, rootfs)?;
+    guard::run(&paths, &file.images, file.memory.floor, &container, rootfs)?;
     Ok(())
 }
 

@@ -188,7 +188,7 @@ impl Rig {
     fn guard_under(&self, policy: Policy) -> Result<Vec<Finding>, Refusal> {
         let other = if policy == Policy::Enforce { Policy::Off } else { Policy::Enforce };
         let images = ImagePolicy { policy: other, namespaces: [("team".to_owned(), policy)].into() };
-        run(&self.paths, &images, &self.container, Rootfs::open(&self.root).unwrap())
+        run(&self.paths, &images, MemoryFloor::Shim, &self.container, Rootfs::open(&self.root).unwrap())
     }
 
     fn refusal(&self) -> String {
