@@ -439,6 +439,7 @@ impl Bench {
             container: ContainerRef { name: "main".into(), id: name.into() },
             request: Request::new(core, 4)?,
             terms: Terms::default(),
+            wishes: ledger::Wishes::default(),
         };
         let fill = |record: &ShareRecord, folder: &ShareFolder| {
             Limits::create(&folder.limits(), &record.limits(false))?;
