@@ -263,16 +263,19 @@ impl Binder {
         ours.old_sandboxes = ours.sandboxes.clone();
     }
 
-    /// Shares that may have been left by pods whose end nobody told: of old sandboxes, with no container running.
+    /// Shares that may have been left by pods whose end nobody told, with no container running: of old sandboxes, and
+    /// of an earlier boot, whose sandboxes the runtime has long forgotten when a pod goes before all its containers are
+    /// back.
     pub fn doubtful(&self) -> Result<Vec<ShareName>, LedgerError> {
         let Ours { old_sandboxes, unseen, .. } = self.ours().clone();
         if old_sandboxes.is_empty() {
             return Ok(Vec::new());
         }
         let doubtful = |name: &ShareName, record: &ShareRecord| {
-            (record.state == ShareState::Stopped || unseen.contains(name))
-                && record.boot_id == self.ledger.boot_id()
-                && old_sandboxes.contains(&record.pod.sandbox_id)
+            let of_earlier_boot = record.boot_id != self.ledger.boot_id();
+            of_earlier_boot
+                || (record.state == ShareState::Stopped || unseen.contains(name))
+                    && old_sandboxes.contains(&record.pod.sandbox_id)
         };
         let records = self.ledger.shares()?.records;
         Ok(records
@@ -349,4 +352,59 @@ fn described(record: &ShareRecord) -> String {
         .iter()
         .map(|gpu| format!("{}: {} core, {} MiB", gpu.uuid, gpu.core, gpu.memory_bytes >> 20));
     gpus.collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use ledger::GpuShare;
+
+    use super::*;
+
+    /// A share that the container of a pod's sandbox held, in this boot or in an earlier one.
+    fn held(binder: &Binder, pod: &str, boot_id: &str) -> ShareName {
+        let gpu = GpuShare {
+            uuid: GpuUuid::from_bytes([1; 16]),
+            minor: 0,
+            core: 100,
+            memory_bytes: 1 << 30,
+            slots: region::Slots::NONE,
+        };
+        let record = ShareRecord {
+            version: ShareRecord::VERSION,
+            pod: PodRef {
+                uid: pod.into(),
+                namespace: "ml".into(),
+                name: pod.into(),
+                sandbox_id: format!("{pod}-sandbox"),
+            },
+            container: ContainerRef { name: "main".into(), id: format!("{pod}-main") },
+            boot_id: boot_id.into(),
+            kind: ShareKind::Whole,
+            gpus: vec![gpu],
+            state: ShareState::Running,
+            bound_at: 1,
+            shim: false,
+            terms: ledger::Terms::default(),
+            set: ledger::Change::default(),
+        };
+        assert!(binder.ledger().adopt(&record, |_, _| Ok(())).unwrap());
+        record.name().unwrap()
+    }
+
+    /// A pod that is deleted after a reboot, before all its containers are back: its new sandbox ends, and no share of
+    /// the containers that never came back is known by that sandbox.
+    #[test]
+    fn shares_of_an_earlier_boot_stay_in_doubt_until_their_containers_are_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = Paths { state: folder.path().into(), ..Paths::default() };
+        let binder = Binder::open(paths).unwrap();
+        let old = held(&binder, "before", "an-earlier-boot");
+        held(&binder, "now", binder.ledger().boot_id());
+        binder.reload(Vec::new()).unwrap();
+        binder.session_begins();
+        assert_eq!(binder.doubtful().unwrap(), std::slice::from_ref(&old));
+        // Another session, and with it another list of the runtime's, which still has the pod.
+        binder.session_begins();
+        assert_eq!(binder.doubtful().unwrap(), [old]);
+    }
 }

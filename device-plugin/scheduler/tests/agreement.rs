@@ -417,8 +417,18 @@ impl World {
                 let waits = self.pods[&uid].done.iter().any(own);
                 let in_doubt = |gpu: &GpuUuid| sick(gpu) || left.contains_key(gpu);
                 let excused = self.with_foreign || waits || must.iter().any(in_doubt);
-                if !excused {
+                let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
+                // Of a pod that was deleted after a reboot before all its containers were back. While there are shares
+                // of an earlier boot, the NRI plugin asks the runtime for its list.
+                let gone = |name: &ShareName| !self.pods.contains_key(name.pod_uid());
+                let boot = format!("boot-{}", self.nodes[n].boot);
+                if shares.records.iter().any(|(name, record)| gone(name) && record.boot_id != boot) {
+                    self.start_nri(n);
                     let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
+                    assert!(shares.records.keys().all(|name| self.pods.contains_key(name.pod_uid())));
+                    return self.count("listed for shares of an earlier boot");
+                }
+                if !excused {
                     for (name, record) in &shares.records {
                         let pod = self.pods.get(name.pod_uid());
                         let asked = pod.map(|pod| &pod.wanted.demand.containers);
