@@ -224,12 +224,9 @@ fn real_runtimes_find_all_they_look_up_and_stop_where_they_ask_for_the_vendor_s_
         let (asked, said) = runtime(&driver, &path);
         let addresses: Vec<_> = asked.iter().filter(|line| line[0] == "address").collect();
         assert!(addresses.len() >= lookups, "{folder} looked only {} names up", addresses.len());
-        // One lookup has no name; and 13.5 asks for a few that no public header has (cuSubgrid…).
-        let known = |name: &String| symbols().iter().any(|symbol| base(symbol) == name);
-        let missing: Vec<_> = addresses.iter().filter(|line| line[4] != "0" && known(&line[1])).collect();
+        // One lookup has no name.
+        let missing: Vec<_> = addresses.iter().filter(|line| line[4] != "0" && !line[1].is_empty()).collect();
         assert!(missing.is_empty(), "{folder}: {missing:?}");
-        let unknown = addresses.iter().filter(|line| line[4] != "0").count();
-        assert!(unknown <= 4, "{folder}: {unknown} names are not known");
         assert!(asked.iter().any(|line| line[0] == "table"), "{folder}: {said}");
         println!("{folder}: {} lookups answered", addresses.len());
     }
