@@ -150,7 +150,7 @@ struct Migrate {
 /// A request, or a pod.
 #[derive(Args)]
 struct Explain {
-    /// Pod whose shares are explained: <namespace>/<name>, a name, or a UID
+    /// Pod whose shares are explained: NAMESPACE/NAME, a name, or a UID
     #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"], required_unless_present = "core")]
     pod: Option<String>,
     /// Core of the request that is explained: 1 to 99 percent of one GPU, or a multiple of 100

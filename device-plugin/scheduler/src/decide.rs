@@ -78,7 +78,7 @@ impl Cluster {
         filtered
     }
 
-    /// How well each of `names` suits, 0 to [`SCORE_MAX`]: the best has all of it, the others by how far they are from
+    /// How well each of `names` suits, 0 to `SCORE_MAX`: the best has all of it, the others by how far they are from
     /// the worst, and never as much as the best.
     pub fn prioritize<'a>(&self, uid: &str, wanted: &Wanted, names: &[&'a str]) -> Vec<(&'a str, u64)> {
         let own = self.claims_of(uid);
