@@ -270,7 +270,7 @@ fn verify(
             let folder = ShareFolder::new(&paths.shares(), &name);
             let inventory = verify_mounts(paths, rootfs, &record, &folder)?;
             let findings = verify_image(paths, images, container, rootfs, &record, &folder, &inventory)?;
-            floor::hold(paths, floor, &name)
+            floor::hold(paths, floor, &name, &inventory.driver.version)
                 .map_err(|reason| Refusal::Floor { who: Who::of(&record), reason })?;
             preload::compose(rootfs, &folder)
                 .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;

@@ -36,14 +36,25 @@ pub enum FloorError {
     NoAnswer(std::io::Error),
 }
 
-/// Puts the floor under `share`.
+/// The first driver that holds a cgroup to its memory: NVML 13.4 came with it.
+const FIRST_DRIVER: u32 = 615;
+
+/// Puts the floor under `share`, on a node with the driver of this version.
 ///
 /// # Errors
 ///
 /// Only where the node demands it: else the shim holds the container, and the device plugin makes up for a floor that
 /// it was not there to put.
-pub(super) fn hold(paths: &Paths, wanted: MemoryFloor, share: &ShareName) -> Result<(), FloorError> {
-    if wanted == MemoryFloor::Shim {
+pub(super) fn hold(
+    paths: &Paths,
+    wanted: MemoryFloor,
+    share: &ShareName,
+    driver: &str,
+) -> Result<(), FloorError> {
+    let branch = driver.split('.').next().and_then(|branch| branch.parse::<u32>().ok());
+    // Nobody need be asked for what the driver does not have, where it is not demanded.
+    let too_old = branch.is_some_and(|branch| branch < FIRST_DRIVER);
+    if wanted == MemoryFloor::Shim || wanted == MemoryFloor::Auto && too_old {
         return Ok(());
     }
     let answer = ask(&paths.floor_socket(), &Question::Hold { share: share.to_string() }, WITHIN);
@@ -85,6 +96,31 @@ mod tests {
     }
 
     #[test]
+    fn nobody_is_asked_for_what_an_older_driver_does_not_have() {
+        let share: ShareName = "7f3c_main".parse().unwrap();
+        for (driver, asked) in [("614.99", false), ("550.163.01", false), ("615.0", true), ("odd", true)] {
+            let folder = tempfile::tempdir().unwrap();
+            let paths = Paths { run: folder.path().into(), ..Paths::default() };
+            let listener = UnixListener::bind(paths.floor_socket()).unwrap();
+            listener.set_nonblocking(true).unwrap();
+            let answers = thread::spawn(move || {
+                // An answer that only comes when there is a question.
+                for _ in 0..50 {
+                    if let Ok((stream, _)) = listener.accept() {
+                        stream.set_nonblocking(false).unwrap();
+                        writeln!(&stream, "{}", serde_json::to_string(&Answer::Held).unwrap()).unwrap();
+                        return true;
+                    }
+                    thread::sleep(Duration::from_millis(10));
+                }
+                false
+            });
+            hold(&paths, MemoryFloor::Auto, &share, driver).unwrap();
+            assert_eq!(answers.join().unwrap(), asked, "{driver}");
+        }
+    }
+
+    #[test]
     fn only_a_node_that_demands_the_floor_refuses_without() {
         let share: ShareName = "7f3c_main".parse().unwrap();
         for (answer, refusal) in [
@@ -97,9 +133,10 @@ mod tests {
             (None, Some("vcuda-device-plugin, which sees to it, does not answer")),
         ] {
             let (_folder, paths) = node(answer);
-            hold(&paths, MemoryFloor::Shim, &share).unwrap();
-            hold(&paths, MemoryFloor::Auto, &share).unwrap();
-            let demanded = hold(&paths, MemoryFloor::Driver, &share).map_err(|error| error.to_string());
+            hold(&paths, MemoryFloor::Shim, &share, "615.71").unwrap();
+            hold(&paths, MemoryFloor::Auto, &share, "615.71").unwrap();
+            let demanded =
+                hold(&paths, MemoryFloor::Driver, &share, "550.1").map_err(|error| error.to_string());
             match refusal {
                 None => demanded.unwrap(),
                 Some(words) => {
