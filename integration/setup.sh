@@ -3,8 +3,8 @@
 # a static busybox, C libraries of three Debian releases, and a linker with a chosen glibc floor.
 #
 # Real parts come as signed Debian packages, from the mirror that this machine's own apt uses, and are unpacked
-# into a cache folder: no service is installed, started or changed. Only what a build needs (a C compiler,
-# python3-venv) is installed with apt-get, as root, where it is missing. Quick when all is there.
+# into a cache folder: no service is installed, started or changed. Only what builds and tests need (compilers,
+# python3-venv, debootstrap) is installed with apt-get, as root, where it is missing. Quick when all is there.
 #
 #   integration/setup.sh            # fill the cache
 #   integration/setup.sh --where    # print the cache folder, fetch nothing
@@ -30,6 +30,9 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 missing=()
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
+# NVIDIA's static runtime is C++; roots of other releases are made by debootstrap.
+command -v c++ >/dev/null || missing+=(g++)
+command -v debootstrap >/dev/null || missing+=(debootstrap)
 command -v openssl >/dev/null || missing+=(openssl)
 [ -e /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
 /usr/bin/python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3 python3-venv)
