@@ -10,7 +10,7 @@ use std::{
 
 use region::place;
 use thiserror::Error;
-use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, Paths};
+use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, Paths, hook};
 
 use crate::{
     driver::{Driver, DriverFile, Library},
@@ -27,9 +27,6 @@ const SOCKET_OPTIONS: [&str; 5] = ["nosuid", "nodev", "rbind", "rprivate", "noex
 
 /// The name under which the hook's own arguments begin.
 const HOOK: &str = "vcuda-hook";
-
-/// The subcommand of the hook.
-const CREATE_CONTAINER: &str = "create-container";
 
 /// The hooks' whole environment. It must not be empty: a hook without one inherits the image's from some
 /// runtimes, `LD_PRELOAD` included (CVE-2025-23266).
@@ -123,7 +120,7 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
 /// The hook for a container with these libraries: links, loader cache and guard, in one process, for each process
 /// adds to the time that a pod takes to start.
 fn hook(paths: &Paths, libraries: &[&Library]) -> Hook {
-    let mut args: Vec<String> = vec![HOOK.into(), CREATE_CONTAINER.into()];
+    let mut args: Vec<String> = vec![HOOK.into(), hook::CREATE_CONTAINER.into()];
     for (path, target) in links_of(libraries) {
         args.extend(["--link".into(), format!("{target}::{}", text(&path))]);
     }

@@ -41,6 +41,19 @@ pub const CDI_DEVICE_WHOLE: &str = "whole";
 /// Version of this build, which also names the folder it is installed in.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
+/// The OCI hook as CDI specs name it and others look for it: its subcommands.
+pub mod hook {
+    /// Links, loader cache and guard in one process.
+    pub const CREATE_CONTAINER: &str = "create-container";
+    /// The guard alone: what specs of earlier versions name.
+    const GUARD: &str = "guard";
+
+    /// Whether the hook with these arguments, its own name first, ends with the guard.
+    pub fn guards(args: &[String]) -> bool {
+        args.get(1).is_some_and(|arg| [CREATE_CONTAINER, GUARD].contains(&arg.as_str()))
+    }
+}
+
 /// Keys of the annotations that the parts leave for each other, and that users set, on containers, pods and nodes.
 pub mod annotation {
     /// Set by the device plugin's Allocate: core granted, per GPU, as a [`crate::Grant`].

@@ -71,17 +71,13 @@ impl Granted {
     }
 }
 
-/// Subcommands of the hook that end with the guard.
-const GUARDING: [&str; 2] = ["create-container", "guard"];
-
 /// Whether our guard will look at the container before it starts. Hooks come from CDI specs and NRI plugins, never
 /// from a pod.
 pub fn has_guard(container: &Container, paths: &Paths) -> bool {
     let hook = paths.hook();
     container.hooks.create_container.iter().any(|other| {
         // During an upgrade the CDI spec may name the hook of another version's folder.
-        Path::new(&other.path).file_name() == hook.file_name()
-            && other.args.get(1).is_some_and(|arg| GUARDING.contains(&arg.as_str()))
+        Path::new(&other.path).file_name() == hook.file_name() && vcuda_config::hook::guards(&other.args)
     })
 }
 

@@ -352,9 +352,7 @@ fn check_spec(paths: &Paths, findings: &mut Vec<Finding>) {
         ));
     }
     let hooks: Vec<&Hook> = edits().flat_map(|edits| &edits.hooks).collect();
-    let guards =
-        |hook: &Hook| hook.args.get(1).is_some_and(|arg| arg == "create-container" || arg == "guard");
-    if !hooks.iter().any(|hook| guards(hook)) {
+    if !hooks.iter().any(|hook| vcuda_config::hook::guards(&hook.args)) {
         findings.push(refuse("cdi-spec-unguarded", "it has no guard hook".into()));
     }
     if hooks.iter().any(|hook| hook.env.is_empty()) {
