@@ -1,4 +1,5 @@
-//! The program that libFuzzer runs: FUZZ_TARGET says what the bytes are taken for.
+//! The program that libFuzzer runs: FUZZ_TARGET says what the bytes are taken for. Unsafe code is in what
+//! `fuzz_target!` expands to, which libFuzzer, in C++, calls.
 #![no_main]
 
 use std::sync::LazyLock;

@@ -1,7 +1,7 @@
 //! NVML's memory limits of cgroups (nvml.h 13.4, drivers from 615 on): for a GPU and a cgroup of version 2, how much its
 //! processes may hold together, and how much they do, contexts and modules included. The driver keeps to it whatever a
 //! process does, and forgets it with the cgroup. `nvml-wrapper` does not have these two functions; that is all this crate
-//! is for. It knows nothing of shares.
+//! is for. It knows nothing of shares. Its unsafe code is what loads NVML and calls it, which is C.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},

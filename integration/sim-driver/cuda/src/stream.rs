@@ -11,7 +11,7 @@ use crate::{
     capture::{Capture, capturing},
     context::{self, Context, current},
     copy::{Copy, Fill},
-    driver::{Registry, Tables, driver, tables},
+    driver::{Driver, Registry, Tables, driver, tables},
     ffi::{Error, INVALID_HANDLE, INVALID_VALUE, Out, Outcome, STREAM_CAPTURE_UNSUPPORTED, api},
     work::Lane,
 };
@@ -263,16 +263,19 @@ fn ask<T>(stream: Stream, default: T, work: impl FnOnce(&StreamState) -> T) -> O
     tables()?.streams.all.get(stream.0, INVALID_HANDLE).map(|state| work(state))
 }
 
-fn synchronize(stream: Stream) -> Outcome {
+/// The stream's lane, to ask or wait for what is in it. A stream that is captured has nothing to wait for.
+fn lane_of_work(driver: &Driver, stream: Stream) -> Outcome<Lane> {
     let context = stream.context()?;
-    let driver = driver()?;
     let mut tables = driver.tables();
     if capturing(&mut tables, stream)?.is_some() {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
-    let lane = stream.lane(&mut tables, context)?;
-    drop(tables);
-    driver.work.wait_for_stream(driver, &lane)?;
+    stream.lane(&mut tables, context)
+}
+
+fn synchronize(stream: Stream) -> Outcome {
+    let driver = driver()?;
+    driver.work.wait_for_stream(driver, &lane_of_work(driver, stream)?)?;
     driver.tables().settle(driver);
     Ok(())
 }
@@ -334,15 +337,8 @@ api! {
 
     fn cuStreamQuery, cuStreamQuery_ptsz(stream: u64) {
         let stream = Stream::new(stream, PER_THREAD);
-        let context = stream.context()?;
         let driver = driver()?;
-        let mut tables = driver.tables();
-        if capturing(&mut tables, stream)?.is_some() {
-            return Err(STREAM_CAPTURE_UNSUPPORTED);
-        }
-        let lane = stream.lane(&mut tables, context)?;
-        drop(tables);
-        driver.work.query_stream(driver, &lane)
+        driver.work.query_stream(driver, &lane_of_work(driver, stream)?)
     }
 
     fn cuStreamGetFlags, cuStreamGetFlags_ptsz(stream: u64, flags: Out<u32>) {
