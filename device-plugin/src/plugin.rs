@@ -13,7 +13,7 @@ use vcuda_config::NodeFile;
 
 use crate::{
     cdi,
-    cluster::{self, Access, Ports},
+    cluster::{self, Access, Events, Ports},
     fatal::Fatal,
     floor::{self, Floor},
     folder, governor,
@@ -63,8 +63,6 @@ pub async fn run(
         .listen
         .map(|listen| tokio::spawn(metrics::serve(listen, file.clone(), governor.figures(), stop.clone())));
 
-    let warned = tokio::spawn(warned::follow(paths.clone(), stop.clone()));
-
     let floor = Floor::new(paths.clone(), file.memory.floor);
     let _floor = match &floor {
         None => None,
@@ -90,6 +88,8 @@ pub async fn run(
     let mut surveys = surveyor.surveys();
     let mut shares = folder::follow(paths.shares());
     let mut kubelet = folder::follow(paths.kubelet.clone());
+    let events = Events::new(access.clone());
+    let warned = tokio::spawn(warned::follow(paths.clone(), events, shares.clone(), stop.clone()));
     let ports = Ports { gpus, shares: shares.clone(), cordon, expect };
     let _cluster =
         AbortOnDrop(tokio::spawn(cluster::follow(access, names, paths.shares(), ports)).abort_handle());

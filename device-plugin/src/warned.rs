@@ -1,25 +1,42 @@
-//! What the guard let pass or refused because of its image, told to the node's log and metrics: the guard is a hook that
-//! ends before its container starts, and leaves a note in the share's folder and in the node's memory of images.
+//! What the guard let pass because of its policy, told to the node's log, to metrics, and to the pods themselves as events:
+//! the guard is a hook that ends before its container starts, and leaves a note in the share's folder. What it refuses
+//! reaches the pod's events by itself.
 
-use std::{collections::BTreeSet, fmt::Write, path::Path, time::Duration};
+use std::{
+    collections::BTreeSet,
+    fmt::Write,
+    path::Path,
+    time::{Duration, SystemTime},
+};
 
-use ledger::{ShareFolder, ShareName, ShareRecord, ShareState, Shares};
+use ledger::{ShareFolder, ShareRecord, ShareState, Shares};
 use oci_hooks::verdicts::{self, Warning};
 use tokio::{sync::watch, task, time};
 use tracing::warn;
 use vcuda_config::Paths;
 
+use crate::cluster::{Events, Said};
+
 /// How often the shares are looked through.
 const EACH: Duration = Duration::from_secs(5);
 
-/// Says each warning once, until `stop` becomes true.
-pub(crate) async fn follow(paths: Paths, mut stop: watch::Receiver<bool>) {
+/// From the making of a share, at which its folder appears, to the guard's end it takes far less. A container that
+/// ends at once leaves its note behind for as long as its pod is there.
+const GUARD: Duration = Duration::from_millis(500);
+
+/// Says each warning once, until `stop` becomes true; `shares` tells of new ones.
+pub(crate) async fn follow(
+    paths: Paths,
+    mut events: Events,
+    mut shares: watch::Receiver<()>,
+    mut stop: watch::Receiver<bool>,
+) {
     let mut told = BTreeSet::new();
     loop {
         let folder = paths.shares();
         // Where the shares cannot be listed, others say so.
-        let warnings = task::spawn_blocking(move || warnings(&folder)).await.unwrap_or_default();
-        for (_, record, warning) in &warnings {
+        let warned = task::spawn_blocking(move || warned(&folder)).await.unwrap_or_default();
+        for Warned { record, warning, .. } in &warned {
             if !told.contains(&warning.container) {
                 warn!(
                     pod = %format_args!("{}/{}", record.pod.namespace, record.pod.name),
@@ -28,23 +45,40 @@ pub(crate) async fn follow(paths: Paths, mut stop: watch::Receiver<bool>) {
                 );
             }
         }
+        let said: Vec<_> =
+            warned.iter().map(|of| Said::image_warning(&of.record, &of.warning.sentence, of.at)).collect();
         // Of containers that are gone nothing is kept.
-        told = warnings.into_iter().map(|(_, _, warning)| warning.container).collect();
+        told = warned.into_iter().map(|of| of.warning.container).collect();
+        events.tell(&said).await;
         tokio::select! {
             _ = stop.wait_for(|stop| *stop) => return,
-            () = time::sleep(EACH) => {}
+            () = next(&mut shares) => {}
         }
     }
 }
 
-/// Shares whose container runs in spite of a finding.
-fn warnings(shares: &Path) -> Vec<(ShareName, ShareRecord, Warning)> {
+/// Waits until it is worth to look again.
+async fn next(shares: &mut watch::Receiver<()>) {
+    if let Ok(Ok(())) = time::timeout(EACH, shares.changed()).await {
+        time::sleep(GUARD).await;
+    }
+}
+
+/// A container that was started in spite of a finding.
+struct Warned {
+    record: ShareRecord,
+    warning: Warning,
+    at: SystemTime,
+}
+
+/// Shares whose last container was started in spite of a finding.
+fn warned(shares: &Path) -> Vec<Warned> {
     let Ok(read) = Shares::read(shares) else { return Vec::new() };
-    let running = read.records.into_iter().filter(|(_, record)| record.state == ShareState::Running);
-    running
+    read.records
+        .into_iter()
         .filter_map(|(name, record)| {
-            let warning = verdicts::warning(&ShareFolder::new(shares, &name))?;
-            (warning.container == record.container.id).then_some((name, record, warning))
+            let (warning, at) = verdicts::warning(&ShareFolder::new(shares, &name))?;
+            (warning.container == record.container.id).then_some(Warned { record, warning, at })
         })
         .collect()
 }
@@ -54,7 +88,8 @@ pub(crate) fn metrics(paths: &Paths) -> String {
     let mut text = verdicts::metrics(&verdicts::list(&paths.state).unwrap_or_default());
     text.push_str("# HELP vcuda_share_image_warning Containers that run in spite of what the guard found in their image.\n");
     text.push_str("# TYPE vcuda_share_image_warning gauge\n");
-    for (_, record, warning) in warnings(&paths.shares()) {
+    let running = |of: &Warned| of.record.state == ShareState::Running;
+    for Warned { record, warning, .. } in warned(&paths.shares()).into_iter().filter(running) {
         let quoted = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
         let (namespace, pod, container) = (&record.pod.namespace, &record.pod.name, &record.container.name);
         // Writing to a string does not fail.
@@ -73,6 +108,8 @@ pub(crate) fn metrics(paths: &Paths) -> String {
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use ledger::ShareName;
 
     use super::*;
 

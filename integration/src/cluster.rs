@@ -31,9 +31,12 @@ const NODE: &str = "gpu-node";
 const ADMIN: &str = "admin";
 const DEVICE_PLUGIN: &str = "device-plugin";
 const SCHEDULER: &str = "scheduler";
+/// What kubelet is on a real node, and the device plugin by kubelet's credentials.
+const KUBELET: &str = "kubelet";
 const TOKENS: &str = "admin,admin,admin,system:masters\n\
     device-plugin,system:serviceaccount:kube-system:vcuda,device-plugin\n\
-    scheduler,system:serviceaccount:kube-system:vcuda-scheduler,scheduler\n";
+    scheduler,system:serviceaccount:kube-system:vcuda-scheduler,scheduler\n\
+    kubelet,system:node:gpu-node,kubelet,system:nodes\n";
 
 /// The name under which pods ask for the scheduler of the manifests.
 pub const SCHEDULER_NAME: &str = "vcuda";
@@ -67,7 +70,7 @@ impl Cluster {
         let etcd_url = format!("http://127.0.0.1:{etcd_port}");
         let etcd_peer = format!("http://127.0.0.1:{etcd_peer_port}");
         fs::write(folder.join("tokens.csv"), TOKENS)?;
-        for user in [ADMIN, DEVICE_PLUGIN, SCHEDULER] {
+        for user in [ADMIN, DEVICE_PLUGIN, SCHEDULER, KUBELET] {
             fs::write(folder.join(user), kubeconfig(&api, user))?;
         }
         fs::write(folder.join("kubelet.yaml"), kubelet_config(&host, &folder, kubelet_port)?)?;
@@ -95,12 +98,13 @@ impl Cluster {
                 "--endpoint-reconciler-type",
                 "none",
                 "--authorization-mode",
-                "RBAC",
+                "Node,RBAC",
                 "--allow-privileged",
             ])
             .args(["--service-account-issuer", "https://kubernetes.default.svc"])
             // Service accounts and the taints that follow a node's conditions are a controller manager's work.
             .args(["--disable-admission-plugins", "ServiceAccount,TaintNodesByCondition"])
+            .args(["--enable-admission-plugins", "NodeRestriction"])
             .arg("--cert-dir")
             .arg(folder.join("certificates"))
             .arg("--token-auth-file")
@@ -271,11 +275,23 @@ impl Cluster {
 
     /// What the events of a pod say.
     pub fn events(&self, pod: &str) -> Result<Vec<String>> {
+        let events = self.whole_events(pod)?;
+        Ok(events.iter().filter_map(|event| event["message"].as_str()).map(Into::into).collect())
+    }
+
+    /// A pod's events, as the API server has them.
+    pub fn whole_events(&self, pod: &str) -> Result<Vec<Value>> {
         let selector = format!("involvedObject.name={pod}");
         let list = self.kubectl(&["get", "events", "--field-selector", &selector, "-o", "json"], None)?;
         let list: Value = serde_json::from_str(&list)?;
-        let items = list["items"].as_array().cloned().unwrap_or_default();
-        Ok(items.iter().filter_map(|event| event["message"].as_str()).map(Into::into).collect())
+        Ok(list["items"].as_array().cloned().unwrap_or_default())
+    }
+
+    /// Starts the device plugin anew with kubelet's credentials, as the systemd unit has it.
+    pub fn restart_device_plugin_as_kubelet(&mut self) -> Result<()> {
+        let kubeconfig = self.folder().join("kube").join(KUBELET);
+        self.vcuda.join(kubeconfig, NODE);
+        self.vcuda.start_device_plugin().map(drop)
     }
 
     /// The node, as the API server has it.

@@ -8,9 +8,11 @@ use anyhow::{Context, Result};
 use integration::{
     cluster::Cluster,
     host::Options,
+    image::Image,
     probe::{self, OUT_OF_MEMORY},
 };
 use serde_json::{Value, json};
+use vcuda_config::Policy;
 
 const SOON: Duration = Duration::from_secs(90);
 
@@ -102,6 +104,49 @@ async fn a_kubelet_restart_brings_both_resources_back_and_keeps_running_shares()
     assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
     assert_eq!(enforced(&cluster, &before).await, gpu, "the same GPU");
     for pod in ["before", "after"] {
+        cluster.delete_pod(pod).unwrap();
+    }
+}
+
+/// Events about the image of a pod's container.
+fn image_warnings(cluster: &Cluster, pod: &str) -> Vec<Value> {
+    let events = cluster.whole_events(pod).unwrap_or_default();
+    events.into_iter().filter(|event| event["reason"] == "GpuShareImageWarning").collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn what_the_guard_lets_pass_by_its_policy_is_one_event_of_the_pod() {
+    let mut cluster = cluster().await.unwrap();
+    cluster.import(&Image::busybox("local/busybox:1")).unwrap();
+    cluster.vcuda.change(|file| file.images.policy = Policy::Warn).unwrap();
+    let create = |cluster: &Cluster, pod: &str, command: &[&str]| {
+        cluster.create_pod(pod, "local/busybox:1", command, &share(20, 4)).unwrap();
+    };
+    let told = |pod: &'static str| move |cluster: &Cluster| !image_warnings(cluster, pod).is_empty();
+    create(&cluster, "lasting", &["sleep", "inf"]);
+    cluster.wait_until("the pod's events say what the guard found", SOON, told("lasting")).await.unwrap();
+    let event = image_warnings(&cluster, "lasting").pop().unwrap();
+    let message = event["message"].as_str().unwrap();
+    assert!(message.starts_with("container main was started") && message.contains("libc-none"), "{message}");
+    assert_eq!((&event["type"], &event["count"]), (&json!("Warning"), &json!(1)));
+    let pod = cluster.pod("lasting").unwrap();
+    assert_eq!(event["involvedObject"]["uid"], pod["metadata"]["uid"]);
+    let described = cluster.kubectl(&["describe", "pod", "lasting"], None).unwrap();
+    assert!(described.contains("GpuShareImageWarning"), "{described}");
+
+    // One that ends at once has it too, and another process, with kubelet's credentials, tells nothing twice.
+    cluster.restart_device_plugin_as_kubelet().unwrap();
+    create(&cluster, "brief", &["true"]);
+    cluster.wait_until("a container that is gone has its event", SOON, told("brief")).await.unwrap();
+    let events = image_warnings(&cluster, "lasting");
+    assert_eq!((events.len(), &events[0]["count"]), (1, &json!(1)), "{events:?}");
+
+    // A container that restarts all the time raises its event's count, and no faster than once a minute.
+    let raised = |cluster: &Cluster| image_warnings(cluster, "brief").iter().any(|event| event["count"] == 2);
+    cluster.wait_until("a restart raises the count", SOON * 2, raised).await.unwrap();
+    assert_eq!(image_warnings(&cluster, "brief").len(), 1);
+    for pod in ["lasting", "brief"] {
         cluster.delete_pod(pod).unwrap();
     }
 }

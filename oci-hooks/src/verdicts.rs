@@ -200,9 +200,11 @@ pub fn warn(share: &ShareFolder, container: &str, finding: &Finding) -> io::Resu
     fs::write(warning_path(share), serde_json::to_vec(&warning)?)
 }
 
-/// The warning of a share, if its container was started with one.
-pub fn warning(share: &ShareFolder) -> Option<Warning> {
-    serde_json::from_slice(&host_read(&warning_path(share), MAX_BYTES).ok()?).ok()
+/// The warning of a share, if its container was started with one, and when.
+pub fn warning(share: &ShareFolder) -> Option<(Warning, SystemTime)> {
+    let path = warning_path(share);
+    let at = fs::metadata(&path).ok()?.modified().ok()?;
+    Some((serde_json::from_slice(&host_read(&path, MAX_BYTES).ok()?).ok()?, at))
 }
 
 pub(crate) fn forget_warning(share: &ShareFolder) {

@@ -4,6 +4,7 @@
 
 mod books;
 mod connection;
+mod events;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,6 +29,8 @@ use tokio::{
 };
 use tracing::{debug, info, warn};
 use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
+
+pub(crate) use self::events::{Events, Said};
 
 use self::books::PodOnNode;
 use crate::expected::Expected;

@@ -415,7 +415,7 @@ fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_w
             assert_eq!(verdicts::warning(&rig.share()), None);
 
             assert_eq!(rig.guard_under(Policy::Warn).unwrap()[0].id, "cuda-driver-too-old");
-            let warning = verdicts::warning(&rig.share()).unwrap();
+            let (warning, _) = verdicts::warning(&rig.share()).unwrap();
             assert_eq!((warning.container.as_str(), warning.id.as_str()), (ID, "cuda-driver-too-old"));
             assert!(refused.ends_with(&warning.sentence), "{warning:?}");
 
