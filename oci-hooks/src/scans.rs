@@ -207,7 +207,7 @@ impl Scans {
 }
 
 /// Whether the upper layer of an overlay leaves what was found in the lower ones as it is: it hides nothing, and
-/// brings neither program nor library. Whiteouts are devices.
+/// brings neither program nor library.
 fn is_harmless(upper: &Path) -> bool {
     let mut files = 0;
     let mut harmless = true;
@@ -216,8 +216,8 @@ fn is_harmless(upper: &Path) -> bool {
         harmless = files <= MAX_OWN_FILES && !is_elf(entry);
         if harmless { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
     };
-    let left = Rootfs::open(upper).and_then(|upper| upper.walk(&mut visit));
-    harmless && left.is_ok_and(|left| left.unreadable + left.too_deep + left.special == 0)
+    let left = Rootfs::open(upper).and_then(|upper| upper.walk_upper(&mut visit));
+    harmless && left.is_ok_and(|(left, hides)| !hides && left.unreadable + left.too_deep == 0)
 }
 
 /// Whether it begins like a program or library; one that cannot be read may be one.

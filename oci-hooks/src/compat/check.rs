@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeSet,
     ops::ControlFlow,
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
@@ -16,7 +16,7 @@ use super::{
     cuda::{Covered, Driver},
     elf::{Depth, Version},
     files::{Facts, Files, Trouble, host_file},
-    loader::{By, Loader},
+    loader::{By, Found, Loader},
     start::{self, Command, Shim},
     survey::{Against, Survey},
 };
@@ -169,7 +169,7 @@ impl<F: Files> Seen<F> {
             let (covered, machine) = (&node.covered, node.shim.machine);
             let against = Against { driver, covered, machine, started: started.as_deref(), gpus: &node.gpus };
             findings.extend(self.survey.judge(against));
-            findings.extend(loaded_first(&self.files, &self.command, node));
+            findings.extend(loaded_first(&self.files, &self.command, started.as_deref(), &self.survey, node));
         }
         report(&self.survey, self.subject.clone(), node, findings, incomplete)
     }
@@ -319,7 +319,13 @@ const TEXT_OR_DATA: &[&str] = &[
 ];
 
 /// What decides who is loaded first.
-fn loaded_first<F: Files + ?Sized>(files: &F, command: &Command, node: &Node) -> Vec<Finding> {
+fn loaded_first<F: Files + ?Sized>(
+    files: &F,
+    command: &Command,
+    started: Option<&Path>,
+    survey: &Survey,
+    node: &Node,
+) -> Vec<Finding> {
     let mut findings = Vec::new();
     let path = Path::new("/etc/ld.so.preload");
     if let Ok(Some(list)) = files.read(path, 64 << 10) {
@@ -358,22 +364,59 @@ fn loaded_first<F: Files + ?Sized>(files: &F, command: &Command, node: &Node) ->
             .at(Path::new(super::loader::CACHE)),
         );
     }
-    if let Ok(Some(found)) = loader.find("libcuda.so.1", None) {
-        let by = match found.by {
-            By::LibraryPath => "LD_LIBRARY_PATH",
-            By::Cache => "the loader's cache",
-            By::Default => "a default folder",
-            By::Rpath | By::Runpath => "RUNPATH",
-        };
+    let usual = loader.find(LIBCUDA, None).ok().flatten();
+    if let Some(found) = &usual {
+        findings.push(libcuda_first(found, None));
+    }
+    // What is started, and who is linked to the driver or runs on it: each may have a way of its own.
+    let mut told: BTreeSet<PathBuf> = usual.iter().map(|found| found.path.clone()).collect();
+    for asker in started.into_iter().chain(survey.users()).take(ASKERS) {
+        let Ok(Some(facts)) = files.look(asker, Depth::Linking) else { continue };
+        let Some(elf) = facts.elf() else { continue };
+        let Ok(Some(found)) = loader.find(LIBCUDA, Some((asker, elf))) else { continue };
+        if matches!(found.by, By::Rpath | By::Runpath) && told.insert(found.path.clone()) {
+            findings.push(libcuda_first(&found, Some(asker)));
+        }
+    }
+    if let Ok(Some(found)) = loader.find_after_ldconfig(LIBCUDA)
+        && told.insert(found.path.clone())
+    {
         findings.push(
             Finding::info(
-                "libcuda-first",
-                format!("without the shim, {by} would make programs take the image's own libcuda.so.1"),
-                "with a share the shim is preloaded under that name, so this one is not taken",
-                "nothing for shares; without them, the node's driver and this file must be of one version",
+                "libcuda-configured",
+                "ld.so.conf names the folder of the image's own libcuda.so.1, and the loader's cache does not know it",
+                "once ldconfig runs in the container it is found; with a share the shim is preloaded under that name",
+                "remove the driver's libraries (cuda-compat, libcuda1) from the image, or the folder from ld.so.conf.d",
             )
             .at(&found.path),
         );
     }
     findings
+}
+
+/// By this name programs ask for the driver.
+const LIBCUDA: &str = "libcuda.so.1";
+
+/// Files whose own search paths are followed.
+const ASKERS: usize = 64;
+
+fn libcuda_first(found: &Found, asker: Option<&Path>) -> Finding {
+    let by = match found.by {
+        By::LibraryPath => "LD_LIBRARY_PATH",
+        By::Cache => "the loader's cache",
+        By::Default => "a default folder",
+        By::Rpath => "RPATH",
+        By::Runpath => "RUNPATH",
+    };
+    let (by, who) = match asker {
+        Some(asker) => (format!("the {by} of {}", asker.display()), "it"),
+        None => (by.to_owned(), "programs"),
+    };
+    Finding::info(
+        "libcuda-first",
+        format!("without the shim, {by} would make {who} take the image's own libcuda.so.1"),
+        "with a share the shim is preloaded under that name, so this one is not taken",
+        "nothing for shares; without them, the node's driver and this file must be of one version",
+    )
+    .at(&found.path)
 }

@@ -2,6 +2,7 @@
 //! face for both, so that the same judgement is made of the same files however they came.
 
 use std::{
+    ffi::OsString,
     fs::File,
     io::Read,
     os::unix::fs::{FileExt, MetadataExt},
@@ -19,6 +20,9 @@ use crate::rootfs::{Rootfs, RootfsError};
 
 /// `BINPRM_BUF_SIZE`, binfmts.h: the kernel looks no further for a script's interpreter.
 const SCRIPT_LINE_BYTES: usize = 256;
+
+/// Names of a folder that are told.
+pub(super) const MAX_NAMES: usize = 4_096;
 
 /// Bytes of a file without section headers that are looked at for texts.
 const HEADERLESS_BYTES: u64 = 64 << 20;
@@ -67,6 +71,9 @@ pub trait Files {
 
     /// The contents of `path`, at most `limit` bytes; `None` where there is nothing.
     fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble>;
+
+    /// Names in the folder `path`, in any order; none where it is no folder. Of very many some are left out.
+    fn list(&self, path: &Path) -> Result<Vec<OsString>, Trouble>;
 
     /// `path` without a link in it; `None` where there is nothing.
     fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble>;
@@ -132,6 +139,10 @@ impl Files for Rootfs {
 
     fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble> {
         Ok(Rootfs::read(self, path, limit)?)
+    }
+
+    fn list(&self, path: &Path) -> Result<Vec<OsString>, Trouble> {
+        Ok(Rootfs::list(self, path, MAX_NAMES)?)
     }
 
     fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {

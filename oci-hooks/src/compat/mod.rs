@@ -13,6 +13,7 @@ pub mod elf;
 pub(crate) mod elf_maker;
 pub mod fatbin;
 pub mod files;
+pub mod ldconf;
 pub mod loader;
 pub mod start;
 pub mod survey;

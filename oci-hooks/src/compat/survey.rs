@@ -166,6 +166,12 @@ impl Survey {
         self.runtimes.kept.iter().map(|(path, runtime)| (path.as_path(), runtime.cuda))
     }
 
+    /// Files that are linked to the driver or run on it.
+    pub fn users(&self) -> impl Iterator<Item = &Path> {
+        let runtimes = self.runtimes.kept.iter().map(|(path, _)| path.as_path());
+        self.linked.kept.iter().map(|linked| linked.path.as_path()).chain(runtimes)
+    }
+
     /// Says what it all means.
     pub fn judge(&self, against: Against<'_>) -> Vec<Finding> {
         let mut findings = Vec::new();

@@ -2,7 +2,7 @@
 //! folder that it was found in. What lies on another mount is left out.
 
 use std::{
-    ffi::{CStr, OsStr},
+    ffi::{CStr, OsStr, OsString},
     fs::File,
     ops::ControlFlow,
     os::{fd::OwnedFd, unix::ffi::OsStrExt},
@@ -38,6 +38,18 @@ pub struct Unseen {
     pub special: u64,
 }
 
+/// Names under which an overlay marks folders of its upper layer that hide what is below them in other layers, or hold
+/// marks that hide single files (kernel, `Documentation/filesystems/overlayfs.rst`).
+const OPAQUE: [&CStr; 2] = [c"trusted.overlay.opaque", c"user.overlay.opaque"];
+
+/// Whether the folder `fd`, of an overlay's upper layer, hides anything. One that cannot tell may.
+fn hides(fd: &OwnedFd) -> bool {
+    OPAQUE.into_iter().any(|name| {
+        let asked = fs::fgetxattr(fd, name, &mut [0_u8; 8]);
+        !matches!(asked, Err(Errno::NODATA | Errno::OPNOTSUPP))
+    })
+}
+
 impl Entry<'_> {
     /// Opens it for reading; `XDEV` where something else is mounted on it. Should a FIFO have taken its place
     /// meanwhile, it is not waited for.
@@ -60,11 +72,52 @@ impl Entry<'_> {
 }
 
 impl Rootfs {
+    /// Names in the folder at `path`, at most `limit` of them; none where it is no folder.
+    pub fn list(&self, path: &Path, limit: usize) -> Result<Vec<OsString>, RootfsError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let opened = match self.look_up(path, flags, ResolveFlags::empty()) {
+            Err(RootfsError::Failed { reason: Errno::LOOP | Errno::NAMETOOLONG, .. }) => {
+                return Ok(Vec::new());
+            }
+            opened => opened?,
+        };
+        let Some(fd) = opened else { return Ok(Vec::new()) };
+        let names = Dir::read_from(&fd).map_err(|reason| failed(path, "list it", reason))?;
+        let names = names.flatten().map(|entry| OsStr::from_bytes(entry.file_name().to_bytes()).to_owned());
+        Ok(names.filter(|name| name != "." && name != "..").take(limit).collect())
+    }
+
     /// Calls `visit` with every regular file below the root, until it breaks.
     ///
     /// # Errors
     /// The root itself cannot be read.
     pub fn walk(&self, visit: &mut dyn FnMut(&Entry<'_>) -> ControlFlow<()>) -> Result<Unseen, RootfsError> {
+        self.walk_through(visit, &mut |_| ControlFlow::Continue(()))
+    }
+
+    /// The same for the upper layer of an overlay; true where it hides what lower layers have, and then it goes no
+    /// further.
+    ///
+    /// # Errors
+    /// The root itself cannot be read.
+    pub fn walk_upper(
+        &self,
+        visit: &mut dyn FnMut(&Entry<'_>) -> ControlFlow<()>,
+    ) -> Result<(Unseen, bool), RootfsError> {
+        let mut hiding = false;
+        let unseen = self.walk_through(visit, &mut |folder| {
+            hiding = hides(folder);
+            if hiding { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        // Whiteouts are devices.
+        Ok((unseen, hiding || unseen.special > 0))
+    }
+
+    fn walk_through(
+        &self,
+        visit: &mut dyn FnMut(&Entry<'_>) -> ControlFlow<()>,
+        enter: &mut dyn FnMut(&OwnedFd) -> ControlFlow<()>,
+    ) -> Result<Unseen, RootfsError> {
         let root = Path::new("/");
         let open = |below: &OwnedFd, name: &CStr| {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -72,6 +125,9 @@ impl Rootfs {
         };
         let mut unseen = Unseen::default();
         let fd = open(&self.fd, c".").map_err(|reason| failed(root, "list it", reason))?;
+        if enter(&fd).is_break() {
+            return Ok(unseen);
+        }
         let list = |fd: &OwnedFd| Dir::read_from(fd);
         let mut stack = vec![(list(&fd).map_err(|reason| failed(root, "list it", reason))?, fd)];
         let mut path = PathBuf::from(root);
@@ -104,6 +160,9 @@ impl Rootfs {
                 FileType::Directory if depth == MAX_DEPTH => unseen.too_deep += 1,
                 FileType::Directory => match open(folder, name).and_then(|fd| Ok((list(&fd)?, fd))) {
                     Ok(opened) => {
+                        if enter(&opened.1).is_break() {
+                            return Ok(unseen);
+                        }
                         stack.push(opened);
                         continue;
                     }

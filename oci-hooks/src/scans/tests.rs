@@ -97,6 +97,22 @@ fn a_container_that_changed_its_root_is_looked_at_anew() {
     });
 }
 
+/// Emptied and made anew, a folder has no file and no whiteout in the upper layer, only a mark.
+#[test]
+#[ignore = "mounts need root"]
+fn an_opaque_folder_in_a_containers_own_layer_is_seen() {
+    Rig::with(|rig| {
+        assert_eq!(rig.survey().runtimes().count(), 1);
+        fs::remove_dir_all(rig.at("root/opt")).unwrap();
+        fs::create_dir(rig.at("root/opt")).unwrap();
+        let mut value = [0; 8];
+        let length = rustix::fs::getxattr(rig.at("upper/opt"), "trusted.overlay.opaque", &mut value).unwrap();
+        assert_eq!((&value[..length], fs::read_dir(rig.at("upper/opt")).unwrap().count()), (&b"y"[..], 0));
+        assert!(!rig.is_known());
+        assert_eq!(rig.survey().runtimes().count(), 0);
+    });
+}
+
 #[test]
 #[ignore = "mounts need root"]
 fn a_layer_that_was_unpacked_anew_is_another_one() {

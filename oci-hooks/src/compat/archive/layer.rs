@@ -19,6 +19,7 @@ use super::{
     super::{
         elf::{Depth, ElfError},
         files::{Facts, Kind, Trouble},
+        ldconf,
         loader::plain,
     },
     Meter,
@@ -30,6 +31,16 @@ const MAX_KEPT: u64 = 16 << 20;
 
 /// What the loader reads, whatever folder it lies in: it may be the target of a link.
 const KEPT: &[&str] = &["ld.so.cache", "ld.so.preload"];
+
+/// Whether it is of `ldconfig`'s configuration: by the name that any file of it has.
+fn is_conf(path: &Path, size: u64) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    name.ends_with(".conf")
+        && size <= ldconf::MAX_BYTES
+        && path
+            .components()
+            .any(|part| part.as_os_str() == "ld.so.conf.d" || part.as_os_str() == "ld.so.conf")
+}
 
 /// Enough to tell a script or a program from anything else.
 const HEAD_BYTES: u64 = 256;
@@ -155,6 +166,9 @@ impl<R: BufRead> Read for Frames<R> {
 struct Names {
     path: Option<PathBuf>,
     target: Option<PathBuf>,
+    /// It bears an overlay's own mark of a folder that hides what lower layers have in it: an extended attribute, which
+    /// runtimes write as they find it.
+    opaque: bool,
 }
 
 fn entries(reader: Metered<'_, '_, impl Read>) -> io::Result<Layer> {
@@ -182,7 +196,7 @@ fn entries(reader: Metered<'_, '_, impl Read>) -> io::Result<Layer> {
         if kind.is_pax_global_extensions() {
             continue;
         }
-        let Names { path, target } = std::mem::take(&mut names);
+        let Names { path, target, opaque } = std::mem::take(&mut names);
         let path = plain(&path.map_or_else(|| entry.path().map(Cow::into_owned), Ok)?);
         if whiteout(&path, &mut layer) {
             continue;
@@ -191,6 +205,9 @@ fn entries(reader: Metered<'_, '_, impl Read>) -> io::Result<Layer> {
             Some(target) => Some(target),
             None => entry.link_name()?.map(Cow::into_owned),
         };
+        if opaque && kind.is_dir() {
+            layer.opaque.push(path.clone());
+        }
         let node = match target {
             _ if kind.is_dir() => Node::Folder,
             Some(target) if kind.is_symlink() => Node::Link(target),
@@ -214,7 +231,7 @@ fn long_name(entry: &mut impl Read) -> io::Result<PathBuf> {
     Ok(OsStr::from_bytes(name).into())
 }
 
-/// `path` and `linkpath` of a pax header: records `<length> <key>=<value>\n` (pax(1)).
+/// `path`, `linkpath` and the mark of opaque folders of a pax header: records `<length> <key>=<value>\n` (pax(1)).
 fn pax_names(entry: &mut impl Read, names: &mut Names) -> io::Result<()> {
     let bytes = bounded(entry, MAX_PAX)?;
     let mut rest = bytes.as_slice();
@@ -232,6 +249,9 @@ fn pax_names(entry: &mut impl Read, names: &mut Names) -> io::Result<()> {
         }
         if let Some(target) = value(b"linkpath=").filter(|path| path.as_os_str().len() as u64 <= MAX_NAME) {
             names.target = Some(target);
+        }
+        if value(b"SCHILY.xattr.trusted.overlay.opaque=").is_some_and(|value| value == Path::new("y")) {
+            names.opaque = true;
         }
         rest = &rest[length..];
     }
@@ -279,7 +299,7 @@ fn file(reader: &mut impl Read, path: &Path, mode: u32, size: u64) -> io::Result
         return Ok((Facts { mode, size, ..facts }, None));
     }
     let kept = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| KEPT.contains(&name));
-    let contents = if kept && size <= MAX_KEPT {
+    let contents = if (kept && size <= MAX_KEPT) || is_conf(path, size) {
         reader.take(MAX_KEPT).read_to_end(&mut head)?;
         Some(head)
     } else {

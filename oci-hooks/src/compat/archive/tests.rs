@@ -49,6 +49,13 @@ impl Tar {
         self
     }
 
+    /// An entry that says something of the next one.
+    fn special(mut self, kind: tar::EntryType, bytes: &[u8]) -> Self {
+        let header = Self::header(kind, bytes.len());
+        self.0.append_data(&mut header.clone(), "pax", bytes).unwrap();
+        self
+    }
+
     /// A name as a hostile archive has it, which the library would not write.
     fn raw_name(mut self, name: &[u8], bytes: &[u8]) -> Self {
         let mut header = Self::header(tar::EntryType::Regular, bytes.len());
@@ -183,6 +190,46 @@ fn whiteouts_remove_from_the_layers_below_only() {
     {
         assert_eq!(Archive::oci(&[base().done(), layer.done()]).ids(), (Verdict::Fits, vec![]));
     }
+}
+
+/// containerd writes extended attributes of a layer as they are, so an overlay's own mark has its effect.
+#[test]
+fn a_folder_that_is_marked_opaque_hides_what_is_below_it_in_lower_layers() {
+    let pax = |value: &str| {
+        let key = "SCHILY.xattr.trusted.overlay.opaque=";
+        let length = 2 + 1 + key.len() + value.len() + 1;
+        Tar::new().special(tar::EntryType::XHeader, format!("{length} {key}{value}\n").as_bytes())
+    };
+    let folder = "usr/lib/x86_64-linux-gnu";
+    let marked = pax("y").folder(folder).done();
+    assert_eq!(Archive::oci(&[base().done(), marked]).ids().1, ["libc-none"]);
+    let unmarked = pax("n").folder(folder).done();
+    assert_eq!(Archive::oci(&[base().done(), unmarked]).ids(), (Verdict::Fits, vec![]));
+    // Its mark is for the next entry alone.
+    let other = pax("y").folder("opt").folder(folder).done();
+    assert_eq!(Archive::oci(&[base().done(), other]).ids(), (Verdict::Fits, vec![]));
+}
+
+#[test]
+fn what_decides_whose_libcuda_comes_first_is_kept_from_layers() {
+    let own = Maker { soname: Some("libcuda.so.1"), exports: vec!["cuInit"], ..Maker::default() }.make();
+    let app = Maker { runpath: Some("$ORIGIN/../opt/$LIB"), ..Maker::program() }.make();
+    let layer = Tar::new()
+        .file("etc/ld.so.conf", b"include ld.so.conf.d/*.conf\n")
+        .file("etc/ld.so.conf.d/cuda.conf", b"/opt/compat\n")
+        .file("opt/compat/libcuda.so.1", &own)
+        .file("opt/lib64/libcuda.so.1", &own)
+        .file("bin/app", &app);
+    let report = Archive::oci(&[base().done(), layer.done()]).check().unwrap();
+    let of = |id: &str| {
+        let mut found = report.findings.iter().filter(|finding| finding.id == id);
+        let path = found.next().and_then(|finding| finding.file.clone());
+        (path, found.count())
+    };
+    assert_eq!(of("libcuda-first"), (Some("/opt/lib64/libcuda.so.1".into()), 0), "{report:?}");
+    assert_eq!(of("libcuda-configured"), (Some("/opt/compat/libcuda.so.1".into()), 0), "{report:?}");
+    let first = report.findings.iter().find(|finding| finding.id == "libcuda-first").unwrap();
+    assert!(first.what.contains("the RUNPATH of /bin/app"), "{}", first.what);
 }
 
 #[test]

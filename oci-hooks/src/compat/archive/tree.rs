@@ -11,7 +11,7 @@ use std::{
 use super::{
     super::{
         elf::Depth,
-        files::{Facts, Files, Kind, Trouble},
+        files::{Facts, Files, Kind, MAX_NAMES, Trouble},
     },
     layer::{Layer, Node},
 };
@@ -178,6 +178,15 @@ impl Files for Tree {
             },
             Some(_) => Err(Trouble(format!("{}: no regular file", path.display()))),
         }
+    }
+
+    fn list(&self, path: &Path) -> Result<Vec<OsString>, Trouble> {
+        let Some(folder) = self.followed(path) else { return Ok(Vec::new()) };
+        let below = (std::ops::Bound::Excluded(folder.as_path()), std::ops::Bound::Unbounded);
+        let below = self.nodes.range::<Path, _>(below).map(|(path, _)| path);
+        let inside = below.take_while(|path| path.starts_with(&folder));
+        let own = inside.filter(|path| path.parent() == Some(&folder));
+        Ok(own.filter_map(|path| path.file_name()).take(MAX_NAMES).map(ToOwned::to_owned).collect())
     }
 
     fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {
