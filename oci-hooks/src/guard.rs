@@ -12,29 +12,15 @@ mod image;
 mod mounts;
 mod preload;
 
-use std::{
-    collections::HashMap,
-    io,
-    path::{Path, PathBuf},
-    sync::mpsc,
-    thread,
-    time::Duration,
-};
+use std::{io, path::PathBuf, time::Duration};
 
 use ledger::{Inventory, RecordError, ShareFolder, ShareKind, ShareName, ShareRecord};
 use region::Limits;
-use serde::Deserialize;
 use thiserror::Error;
 use vcuda_config::{ImagePolicy, MemoryFloor, Paths, Policy, annotation};
 
 use crate::{
-    compat::{
-        Finding, Severity,
-        elf::Depth,
-        fatbin::compute_capability,
-        files::{Trouble, host_file, host_read},
-        start::Command,
-    },
+    compat::{Finding, Severity, fatbin::compute_capability, files::Trouble, start::Command},
     rootfs::Rootfs,
     scans::Scans,
     verdicts,
@@ -44,12 +30,10 @@ pub use floor::FloorError;
 pub use mounts::{Flaw, Mounted};
 pub use preload::PreloadError;
 
-/// A look takes a few milliseconds. Past this something is wrong with the node's disk, and a container that
-/// hangs in creation tells its owner less than one that says so.
+/// A look takes a few milliseconds. Past this something is wrong with the node's disk (a read can hang in the kernel, on
+/// a volume whose server is gone), and a container that hangs in creation tells its owner less than one that says so:
+/// whoever calls [`run`] ends with [`Refusal::Timeout`] then.
 pub const TIME_LIMIT: Duration = Duration::from_secs(5);
-
-/// A bundle's `config.json`; environments are at most some megabytes (`ARG_MAX`).
-const CONFIG_MAX_BYTES: u64 = 16 << 20;
 
 /// What the runtime says about the container that is to start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,8 +42,10 @@ pub struct Container {
     pub id: String,
     /// The share that it claims: its annotation [`annotation::SHARE`].
     pub share: Option<String>,
-    /// Folder with its `config.json`, on the host.
-    pub bundle: PathBuf,
+    /// What it starts.
+    pub command: Command,
+    /// Name of its image, where the runtime tells.
+    pub image: Option<String>,
 }
 
 /// Why a container does not start.
@@ -216,46 +202,12 @@ impl std::fmt::Display for Who {
     }
 }
 
-/// The part of a bundle's `config.json` that matters here.
-#[derive(Deserialize)]
-struct Config {
-    process: Option<Command>,
-    #[serde(default)]
-    annotations: HashMap<String, String>,
-}
-
-/// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
-const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
-
-/// Decides whether `container`, with its root at `rootfs`, may start, within [`TIME_LIMIT`]. `paths` are the
-/// node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
+/// Decides whether `container`, with its root at `rootfs`, may start. `paths` are the node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
 /// found and let pass is returned.
 ///
 /// # Errors
 /// Why it may not start.
 pub fn run(
-    paths: &Paths,
-    images: &ImagePolicy,
-    floor: MemoryFloor,
-    container: &Container,
-    rootfs: Rootfs,
-) -> Result<Vec<Finding>, Refusal> {
-    let (paths, images, owned) = (paths.clone(), images.clone(), container.clone());
-    let (answer, wait) = mpsc::sync_channel(1);
-    // A read can hang in the kernel (a volume whose server is gone). The thread is left behind then; the
-    // process ends right after.
-    let verifier = move || {
-        // Nobody listens any more after the time limit, and then nobody needs the answer.
-        let _ = answer.send(verify(&paths, &images, floor, &owned, &rootfs));
-    };
-    thread::Builder::new().name("guard".into()).spawn(verifier).map_err(|error| Refusal::Node {
-        who: Who { namespace: "?".into(), pod: "?".into(), container: container.id.clone() },
-        reason: format!("no thread can be started: {error}; look at this node's process limits"),
-    })?;
-    wait.recv_timeout(TIME_LIMIT).unwrap_or_else(|_| Err(Refusal::Timeout { id: container.id.clone() }))
-}
-
-fn verify(
     paths: &Paths,
     images: &ImagePolicy,
     floor: MemoryFloor,
@@ -340,16 +292,11 @@ fn verify_image(
         return Ok(Vec::new());
     }
     let node = |reason: String| Refusal::Node { who: Who::of(record), reason };
-    let shim = host_file(&paths.shim(), Depth::Whole).map_err(|Trouble(reason)| {
-        node(format!("the shim cannot be read: {reason}; install vcuda on this node again"))
-    })?;
-    let config = config(&container.bundle).map_err(node)?;
-    let command = config.process.unwrap_or_default();
     let scans = Scans::below(&paths.state);
     let bound = inventory.gpus.iter().filter(|gpu| record.gpus.iter().any(|bound| bound.uuid == gpu.uuid));
     let gpus = bound.filter_map(|gpu| compute_capability(&gpu.name)).collect();
     let looked =
-        image::look(&scans, rootfs, &command, &shim, &inventory.driver.version, &gpus).map_err(|Trouble(reason)| {
+        image::look(&scans, rootfs, &container.command, &paths.shim(), &inventory.driver.version, &gpus).map_err(|Trouble(reason)| {
             node(format!(
                 "whether its image can run under a GPU share cannot be told: {reason}; check the image and its volumes"
             ))
@@ -358,7 +305,7 @@ fn verify_image(
     let worst = findings.iter().find(|finding| finding.severity == Severity::Refuse);
     let refused = worst.filter(|_| policy == Policy::Enforce);
     // What follows is memory only: a full disk is no reason to keep a container from starting.
-    if let Some(image) = config.annotations.get(IMAGE_NAME) {
+    if let Some(image) = &container.image {
         let pod = format!("{}/{}", record.pod.namespace, record.pod.name);
         let _ = verdicts::remember(&paths.state, image, looked.layers, pod, &findings, refused.is_none());
     }
@@ -396,16 +343,6 @@ fn verify_limits(record: &ShareRecord, folder: &ShareFolder) -> Result<(), Refus
         }
     }
     Ok(())
-}
-
-/// What the bundle says.
-fn config(bundle: &Path) -> Result<Config, String> {
-    let path = bundle.join("config.json");
-    let remedy = "it is the runtime's own file, look at this node's disk";
-    let bytes =
-        host_read(&path, CONFIG_MAX_BYTES).map_err(|Trouble(reason)| format!("{reason}; {remedy}"))?;
-    serde_json::from_slice(&bytes)
-        .map_err(|error| format!("{}: no OCI configuration: {error}; {remedy}", path.display()))
 }
 
 /// Whether this process's root is another user outside: then the node's root-only files are out of reach.

@@ -5,10 +5,13 @@
 //! layer, the upper one, brings no program or library and hides no file. The guard's look at an image that the node
 //! has seen is then a few `stat`s.
 //!
-//! It is a memory: what is missing, broken or not to be trusted is looked at anew. It knows nothing of drivers or
-//! shares: what was found is judged each time.
+//! What was found is judged against a shim and a driver. An image that fits them is remembered as well, with all that it
+//! was judged by.
+//!
+//! It is a memory: what is missing, broken or not to be trusted is looked at anew. It knows nothing of shares.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
     io,
@@ -20,7 +23,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{FlockOperation, flock},
+    fs::{FlockOperation, Stat, flock},
     io::Errno,
 };
 use serde::{Deserialize, Serialize};
@@ -32,7 +35,7 @@ use crate::{
         survey::Survey,
     },
     rootfs::{Entry, Rootfs},
-    verdicts::make_room,
+    verdicts::{make_room, put},
 };
 
 /// A file has below 100 KiB, of the largest images.
@@ -47,13 +50,15 @@ const MAX_OWN_FILES: u64 = 2_000;
 /// How often it is tried to have the turn.
 const EACH_TRY: Duration = Duration::from_millis(5);
 
-/// Raised when the same files would be understood in another way.
-const VERSION: u32 = 1;
+/// Raised when the same files would be understood or judged in another way.
+pub const VERSION: u32 = 1;
 
 /// Everything that was found in whole roots on this node.
 #[derive(Clone, Debug)]
 pub struct Scans {
     folder: PathBuf,
+    /// Images that fit.
+    fits: PathBuf,
     /// Mounts as the process sees them whose root is looked at.
     mountinfo: PathBuf,
 }
@@ -78,8 +83,37 @@ struct Layer {
 }
 
 /// The layers of an image, as they lie on this node.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Layers(Vec<Layer>);
+
+/// Which file it is, and in which state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stamp {
+    device: u64,
+    inode: u64,
+    size: u64,
+    /// When it, or anything about it, was last changed (`st_ctime`), in nanoseconds since 1970.
+    changed: i128,
+}
+
+/// All that an image is judged by.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Judged {
+    /// How files are understood.
+    pub version: u32,
+    /// The image.
+    pub layers: Layers,
+    /// The shim.
+    pub shim: Stamp,
+    /// The driver's libcuda and NVML, as the container has them.
+    pub driver: [Option<Stamp>; 2],
+    /// Version of the driver.
+    pub driver_version: String,
+    /// Compute capabilities of the GPUs.
+    pub gpus: BTreeSet<u32>,
+    /// The program that is started.
+    pub started: Option<PathBuf>,
+}
 
 /// What is in a root.
 #[derive(Clone, Debug)]
@@ -108,10 +142,30 @@ impl Layers {
     }
 }
 
+impl Stamp {
+    /// Of the file that says this about itself.
+    pub fn of(stat: &Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            size: u64::try_from(stat.st_size).unwrap_or(0),
+            changed: nanoseconds(stat.st_ctime, i64::try_from(stat.st_ctime_nsec).unwrap_or(0)),
+        }
+    }
+}
+
+fn nanoseconds(seconds: i64, rest: i64) -> i128 {
+    i128::from(seconds) * 1_000_000_000 + i128::from(rest)
+}
+
 impl Scans {
     /// The store below the state folder.
     pub fn below(state: &Path) -> Self {
-        Self { folder: state.join("scans"), mountinfo: "/proc/self/mountinfo".into() }
+        Self {
+            folder: state.join("scans"),
+            fits: state.join("fits"),
+            mountinfo: "/proc/self/mountinfo".into(),
+        }
     }
 
     /// The same for roots of the process `pid`.
@@ -129,7 +183,20 @@ impl Scans {
         limits: Limits,
         progress: &mut dyn FnMut(u64),
     ) -> Result<Scanned, Trouble> {
-        let layers = self.layers(rootfs);
+        self.survey_of(rootfs, self.layers(rootfs), limits, progress)
+    }
+
+    /// The same for a root of which [`Scans::layers`] are told.
+    ///
+    /// # Errors
+    /// The root cannot be read at all.
+    pub fn survey_of(
+        &self,
+        rootfs: &Rootfs,
+        layers: Option<Layers>,
+        limits: Limits,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Scanned, Trouble> {
         if let Some(survey) = layers.as_ref().and_then(|layers| self.known(layers)) {
             return Ok(Scanned { survey, unseen: Unseen::None, layers });
         }
@@ -154,7 +221,7 @@ impl Scans {
         }
         let layer = |path: PathBuf| {
             let stat = fs::symlink_metadata(&path).ok().filter(fs::Metadata::is_dir)?;
-            let changed = i128::from(stat.ctime()) * 1_000_000_000 + i128::from(stat.ctime_nsec());
+            let changed = nanoseconds(stat.ctime(), stat.ctime_nsec());
             Some(Layer { device: stat.dev(), inode: stat.ino(), changed, path })
         };
         overlay.lower.into_iter().map(layer).collect::<Option<_>>().map(Layers)
@@ -176,6 +243,26 @@ impl Scans {
         (kept.version == VERSION).then_some(kept.survey)
     }
 
+    /// Whether an image was found to fit when it was judged by just this.
+    pub fn fits(&self, judged: &Judged) -> bool {
+        let known = host_read(&self.fit(&judged.layers), MAX_BYTES).ok();
+        known.and_then(|bytes| serde_json::from_slice::<Judged>(&bytes).ok()).as_ref() == Some(judged)
+    }
+
+    /// Remembers that an image fits.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub fn note_fit(&self, judged: &Judged) -> io::Result<()> {
+        fs::create_dir_all(&self.fits)?;
+        make_room(&self.fits)?;
+        put(&self.fit(&judged.layers), &serde_json::to_vec(judged)?)
+    }
+
+    fn fit(&self, layers: &Layers) -> PathBuf {
+        self.fits.join(format!("{}.json", layers.id()))
+    }
+
     /// Waits until nobody else on this node looks at an image, at most `within`; then it is done without.
     fn turn(&self, within: Duration) -> Option<File> {
         fs::create_dir_all(&self.folder).ok()?;
@@ -194,11 +281,7 @@ impl Scans {
         let kept = Kept { version: VERSION, layers: layers.0.clone(), survey: survey.clone() };
         fs::create_dir_all(&self.folder)?;
         make_room(&self.folder)?;
-        let path = self.path(&layers.id());
-        // Whole or not at all, and not synced: a crash may forget it.
-        let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-        fs::write(&temporary, serde_json::to_vec(&kept)?)?;
-        fs::rename(&temporary, &path)
+        put(&self.path(&layers.id()), &serde_json::to_vec(&kept)?)
     }
 
     fn path(&self, id: &str) -> PathBuf {

@@ -13,13 +13,16 @@ use oci_spec::runtime::State;
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::rootfs::{Rootfs, RootfsError};
+use crate::{
+    compat::start::Command,
+    rootfs::{Rootfs, RootfsError},
+};
 
 /// The most that is read of the OCI state, in bytes. Most of a state is annotations, of which Kubernetes allows a
 /// pod 256 KiB.
 const STATE_MAX_BYTES: u64 = 1 << 20;
 
-/// The most that is read of the bundle's `config.json`, in bytes.
+/// The most that is read of the bundle's `config.json`, in bytes; environments are at most some megabytes (`ARG_MAX`).
 const CONFIG_MAX_BYTES: u64 = 16 << 20;
 
 /// The container that a hook was started for.
@@ -29,11 +32,16 @@ pub struct Container {
     pub id: String,
     /// Its annotations. Pods write some of them: they prove nothing.
     pub annotations: HashMap<String, String>,
-    /// Its bundle folder, on the host.
-    pub bundle: PathBuf,
     /// Its root folder, on the host.
     pub root: PathBuf,
+    /// What it starts.
+    pub command: Command,
+    /// Name of its image, where the runtime tells.
+    pub image: Option<String>,
 }
+
+/// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
+const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 
 /// Why a hook does not know its container.
 #[derive(Debug, Error)]
@@ -60,6 +68,9 @@ pub enum StateError {
 #[derive(Deserialize)]
 struct Config {
     root: ConfigRoot,
+    process: Option<Command>,
+    #[serde(default)]
+    annotations: HashMap<String, String>,
 }
 
 #[derive(Deserialize)]
@@ -79,11 +90,14 @@ impl Container {
         if !state.bundle().is_absolute() {
             return Err(invalid(format!("bundle {:?} is no absolute path", state.bundle())));
         }
+        let mut config = config(state.bundle())?;
         Ok(Self {
             id: state.id().clone(),
             annotations: state.annotations().clone().unwrap_or_default(),
-            bundle: state.bundle().clone(),
-            root: root_of(state.bundle())?,
+            // A relative one is relative to the bundle (OCI runtime spec, config.md).
+            root: state.bundle().join(config.root.path),
+            command: config.process.unwrap_or_default(),
+            image: config.annotations.remove(IMAGE_NAME),
         })
     }
 
@@ -93,18 +107,14 @@ impl Container {
     }
 }
 
-/// Where the root of the bundle is. A relative one is relative to the bundle (OCI runtime spec, config.md).
-fn root_of(bundle: &Path) -> Result<PathBuf, StateError> {
+/// What the bundle says.
+fn config(bundle: &Path) -> Result<Config, StateError> {
     let path = bundle.join("config.json");
     let text = File::open(&path)
         .map_err(|error| error.to_string())
         .and_then(|file| read_bounded(file, CONFIG_MAX_BYTES));
-    let config =
-        text.and_then(|text| serde_json::from_slice::<Config>(&text).map_err(|error| error.to_string()));
-    match config {
-        Ok(config) => Ok(bundle.join(config.root.path)),
-        Err(reason) => Err(StateError::Bundle { path, reason }),
-    }
+    let config = text.and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string()));
+    config.map_err(|reason| StateError::Bundle { path, reason })
 }
 
 fn read_bounded(input: impl Read, limit: u64) -> Result<Vec<u8>, String> {
@@ -142,9 +152,19 @@ mod tests {
         let folder = bundle(r#"{"ociVersion":"9.9","root":{"path":"rootfs","new":[]},"linux":{"new":1}}"#);
         let container = Container::read(state(folder.path()).as_bytes()).unwrap();
         assert_eq!(container.root, folder.path().join("rootfs"));
-        assert_eq!(container.bundle, folder.path());
-        assert_eq!(container.id, "c1");
+        assert_eq!((container.id.as_str(), container.image), ("c1", None));
         assert_eq!(container.annotations["tencent.com/vcuda-share"], "a_b");
+    }
+
+    #[test]
+    fn what_is_started_and_of_which_image_is_in_the_bundle() {
+        let folder = bundle(
+            r#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["A=b"],"cwd":"/x","new":1},
+                "annotations":{"io.kubernetes.cri.image-name":"registry/app:1"}}"#,
+        );
+        let container = Container::read(state(folder.path()).as_bytes()).unwrap();
+        let command = Command { args: vec!["app".into()], env: vec!["A=b".into()], cwd: "/x".into() };
+        assert_eq!((container.command, container.image.as_deref()), (command, Some("registry/app:1")));
     }
 
     #[test]

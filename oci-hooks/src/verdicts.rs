@@ -11,6 +11,10 @@ use std::{
 };
 
 use ledger::ShareFolder;
+use rustix::{
+    fs::{CWD, RenameFlags},
+    io::Errno,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::compat::{Finding, Severity, check::Verdict, files::host_read};
@@ -145,10 +149,21 @@ pub fn remember(
         image,
         layers,
     };
-    // Whole or not at all, and not synced: a crash may forget it.
+    put(&path, &serde_json::to_vec(&seen)?)
+}
+
+/// Puts a file there, whole or not at all, and not synced: a crash may forget it.
+pub(crate) fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-    fs::write(&temporary, serde_json::to_vec(&seen)?)?;
-    fs::rename(&temporary, &path)
+    fs::write(&temporary, bytes)?;
+    // Exchanged, not renamed over the old one: at that ext4 writes the new one to the disk (`auto_da_alloc`), and a
+    // container waits for it.
+    match rustix::fs::renameat_with(CWD, &temporary, CWD, path, RenameFlags::EXCHANGE) {
+        Ok(()) => fs::remove_file(&temporary),
+        // There is no old one, or the file system knows no exchange.
+        Err(Errno::NOENT | Errno::INVAL) => fs::rename(&temporary, path),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// All images seen, the last one first. What cannot be read is left out.

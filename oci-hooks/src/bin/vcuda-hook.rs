@@ -11,18 +11,30 @@ use std::{
     os::unix::ffi::OsStrExt,
     path::PathBuf,
     process::ExitCode,
+    sync::OnceLock,
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use clap::{Parser, Subcommand};
-use oci_hooks::{guard, ldcache, links, rootfs::Rootfs, state::Container};
+use oci_hooks::{
+    guard::{self, Refusal},
+    ldcache, links,
+    rootfs::Rootfs,
+    state::Container,
+};
 use rustix::fs::Mode;
 use vcuda_config::{NodeFile, Paths, annotation};
 
 /// A hook takes milliseconds. One that hangs, on a volume whose server is gone, would keep the container in
 /// creation without a word to anyone.
 const TIME_LIMIT: Duration = Duration::from_secs(30);
+
+/// How often it is looked at the time.
+const EACH_LOOK: Duration = Duration::from_millis(500);
+
+/// When the guard began, and with which container: it has a limit of its own.
+static GUARD: OnceLock<(Instant, String)> = OnceLock::new();
 
 /// The container must not start.
 const REFUSED: u8 = 1;
@@ -107,21 +119,23 @@ fn run(hook: Hook) -> anyhow::Result<()> {
         Hook::CreateContainer(args) => {
             links::run(&args.links, &rootfs)?;
             ldcache::run(&args.ldcache, &rootfs)?;
-            guard(args.guard, container, rootfs)
+            guard(args.guard, container, &rootfs)
         }
         Hook::Links(args) => Ok(links::run(&args, &rootfs)?),
         Hook::Ldcache(args) => Ok(ldcache::run(&args, &rootfs)?),
-        Hook::Guard(args) => guard(args, container, rootfs),
+        Hook::Guard(args) => guard(args, container, &rootfs),
     }
 }
 
-fn guard(args: GuardArgs, container: Container, rootfs: Rootfs) -> anyhow::Result<()> {
+fn guard(args: GuardArgs, container: Container, rootfs: &Rootfs) -> anyhow::Result<()> {
+    let _ = GUARD.set((Instant::now(), container.id.clone()));
     let file = NodeFile::load_or_default(&args.config)?;
     let paths = Paths { state: args.state, install: args.install, run: file.paths.run, ..Paths::default() };
     let container = guard::Container {
         share: container.annotations.get(annotation::SHARE).cloned(),
         id: container.id,
-        bundle: container.bundle,
+        command: container.command,
+        image: container.image,
     };
     guard::run(&paths, &file.images, file.memory.floor, &container, rootfs)?;
     Ok(())
@@ -146,14 +160,27 @@ fn leave_inheritance() -> io::Result<()> {
     Ok(())
 }
 
-/// Ends this process when a hook takes too long, from a thread that nothing can keep.
+/// Ends this process when a hook takes too long, from a thread that nothing can keep: what is left behind, in a read
+/// that hangs, ends with the process.
 fn limit_time() {
-    let watch = || {
-        thread::sleep(TIME_LIMIT);
-        say(&format!(
-            "preparing the container took more than {} s; look at the load, the disks and the volumes of this node, the pod is tried again",
-            TIME_LIMIT.as_secs()
-        ));
+    let begun = Instant::now();
+    let watch = move || {
+        let late = loop {
+            thread::sleep(EACH_LOOK);
+            match GUARD.get() {
+                Some((since, id)) if since.elapsed() >= guard::TIME_LIMIT => {
+                    break Refusal::Timeout { id: id.clone() }.to_string();
+                }
+                _ if begun.elapsed() >= TIME_LIMIT => {
+                    break format!(
+                        "preparing the container took more than {} s; look at the load, the disks and the volumes of this node, the pod is tried again",
+                        TIME_LIMIT.as_secs()
+                    );
+                }
+                _ => {}
+            }
+        };
+        say(&late);
         std::process::exit(i32::from(REFUSED));
     };
     // Where no thread can be had, the hook runs without a limit: the runtime and kubelet have their own.

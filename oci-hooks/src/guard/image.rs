@@ -11,11 +11,11 @@ use crate::{
         check::{Limits, Unseen},
         cuda::{Covered, Driver},
         elf::{Depth, Elf},
-        files::{Facts, Trouble},
+        files::{Facts, Trouble, host_file},
         start::{self, Shim},
         survey::Against,
     },
-    scans::Scans,
+    scans::{self, Judged, Scans, Stamp},
 };
 
 /// How long an image may keep its container from starting, the first time. One that takes longer starts with a
@@ -30,44 +30,84 @@ pub(super) struct Looked {
     pub layers: Option<String>,
 }
 
-/// Looks at the image at `rootfs`, from which `command` is to be started under the shim whose file says `shim`, with a
+/// Looks at the image at `rootfs`, from which `command` is to be started under the shim in the file `shim`, with a
 /// driver of this version and GPUs of these compute capabilities.
 pub(super) fn look(
     scans: &Scans,
     rootfs: &Rootfs,
     command: &Command,
-    shim: &Facts,
+    shim: &Path,
     version: &str,
     gpus: &BTreeSet<u32>,
 ) -> Result<Looked, Trouble> {
-    let Some(elf) = shim.elf() else { return Err(Trouble("the shim is no library".into())) };
-    let needs = Shim::of(elf);
+    let needs = match host_shim(shim, Depth::Linking)?.elf() {
+        Some(elf) => Shim::of(elf),
+        None => return Err(Trouble("the shim is no library; install vcuda on this node again".into())),
+    };
     let mut findings = start::judge(rootfs, command, needs)?;
-    let scanned = scans.survey(rootfs, LIMITS, &mut |_| {})?;
-    match scanned.unseen {
-        Unseen::None => {
-            let driver = if scanned.survey.has_cuda() { driver(rootfs, version) } else { None };
-            let started = start::started(rootfs, command);
-            let against = Against {
-                driver: driver.as_ref(),
-                covered: &Covered::of(shim),
-                machine: needs.machine,
-                started: started.as_deref(),
-                gpus,
-            };
-            findings.extend(scanned.survey.judge(against));
+    let layers = scans.layers(rootfs);
+    let started = start::started(rootfs, command);
+    let judged = match &layers {
+        Some(layers) => Some(Judged {
+            version: scans::VERSION,
+            layers: layers.clone(),
+            shim: host_stamp(shim)?,
+            driver: [stamp(rootfs, place::REAL_CUDA)?, stamp(rootfs, place::REAL_NVML)?],
+            gpus: gpus.clone(),
+            started: started.clone(),
+            driver_version: version.into(),
+        }),
+        None => None,
+    };
+    if judged.as_ref().is_none_or(|judged| !scans.fits(judged)) {
+        let scanned = scans.survey_of(rootfs, layers.clone(), LIMITS, &mut |_| {})?;
+        match scanned.unseen {
+            Unseen::None => {
+                let has_cuda = scanned.survey.has_cuda();
+                let driver = if has_cuda { driver(rootfs, version) } else { None };
+                let against = Against {
+                    driver: driver.as_ref(),
+                    covered: &Covered::of(&host_shim(shim, Depth::Symbols)?),
+                    machine: needs.machine,
+                    started: started.as_deref(),
+                    gpus,
+                };
+                let mut found = scanned.survey.judge(against);
+                found.retain(|finding| finding.severity > Severity::Info);
+                if let Some(judged) = judged.filter(|_| found.is_empty()) {
+                    // A full disk costs the next look its time, no more.
+                    let _ = scans.note_fit(&judged);
+                }
+                findings.extend(found);
+            }
+            // From a part of an image nothing can be said of its runtimes: another part may have what is missing.
+            Unseen::Some(reason) | Unseen::Most(reason) => findings.push(Finding::warn(
+                "image-unseen",
+                format!("the image was not looked at whole: {reason}"),
+                "whether its CUDA runtimes fit this node's driver is left open",
+                "check it with `vcuda-check image` before it is rolled out",
+            )),
         }
-        // From a part of an image nothing can be said of its runtimes: another part may have what is missing.
-        Unseen::Some(reason) | Unseen::Most(reason) => findings.push(Finding::warn(
-            "image-unseen",
-            format!("the image was not looked at whole: {reason}"),
-            "whether its CUDA runtimes fit this node's driver is left open",
-            "check it with `vcuda-check image` before it is rolled out",
-        )),
     }
     findings.retain(|finding| finding.severity > Severity::Info);
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
-    Ok(Looked { findings, layers: scanned.layers.map(|layers| layers.id()) })
+    Ok(Looked { findings, layers: layers.map(|layers| layers.id()) })
+}
+
+/// The node's own shim.
+fn host_shim(path: &Path, depth: Depth) -> Result<Facts, Trouble> {
+    host_file(path, depth).map_err(|Trouble(reason)| {
+        Trouble(format!("the shim cannot be read: {reason}; install vcuda on this node again"))
+    })
+}
+
+fn host_stamp(path: &Path) -> Result<Stamp, Trouble> {
+    let stat = rustix::fs::stat(path);
+    stat.map(|stat| Stamp::of(&stat)).map_err(|error| Trouble(format!("{}: {error}", path.display())))
+}
+
+fn stamp(rootfs: &Rootfs, path: &str) -> Result<Option<Stamp>, Trouble> {
+    Ok(rootfs.stat(Path::new(path))?.map(|stat| Stamp::of(&stat)))
 }
 
 /// The driver that the container gets: its real libraries, where they are mounted for the shim.

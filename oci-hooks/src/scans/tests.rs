@@ -203,3 +203,43 @@ fn layers_are_found_in_every_form_of_mountinfo() {
     assert_eq!(Overlay::find(7, "7 1 0:1 /part /x rw - overlay o rw,lowerdir=/a\n"), None);
     assert_eq!(Overlay::find(8, "7 1 0:1 / /x rw - overlay o rw,lowerdir=/a\n"), None);
 }
+
+#[test]
+#[ignore = "mounts need root"]
+fn an_image_fits_again_only_when_it_is_judged_by_the_same() {
+    Rig::with(|rig| {
+        let layers = rig.scans.layers(&rig.root()).unwrap();
+        let stamp = |name: &str| Stamp::of(&rustix::fs::stat(rig.at(name)).unwrap());
+        let shim = stamp("1/bin/app");
+        let judged = Judged {
+            version: VERSION,
+            layers: layers.clone(),
+            shim,
+            driver: [Some(stamp("2/opt/libcudart.so.12")), None],
+            driver_version: "550.1".into(),
+            gpus: BTreeSet::from([90]),
+            started: Some("/bin/app".into()),
+        };
+        assert!(!rig.scans.fits(&judged));
+        rig.scans.note_fit(&judged).unwrap();
+        assert!(rig.scans.fits(&judged));
+        for other in [
+            Judged { version: VERSION + 1, ..judged.clone() },
+            Judged { driver: [None; 2], ..judged.clone() },
+            Judged { driver_version: "560.1".into(), ..judged.clone() },
+            Judged { gpus: BTreeSet::from([80]), ..judged.clone() },
+            Judged { started: Some("/bin/other".into()), ..judged.clone() },
+        ] {
+            assert!(!rig.scans.fits(&other), "{other:?}");
+        }
+        // The same file, rewritten in place.
+        fs::write(rig.at("1/bin/app"), Maker::program().make()).unwrap();
+        let rewritten = Judged { shim: stamp("1/bin/app"), ..judged.clone() };
+        assert_eq!(rewritten.shim.inode, judged.shim.inode);
+        assert!(!rig.scans.fits(&rewritten));
+        rig.scans.note_fit(&rewritten).unwrap();
+        assert!(rig.scans.fits(&rewritten) && !rig.scans.fits(&judged));
+        fs::write(rig.scans.fit(&layers), "{").unwrap();
+        assert!(!rig.scans.fits(&rewritten));
+    });
+}
