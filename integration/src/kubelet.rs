@@ -157,11 +157,13 @@ impl Kubelet {
 
     /// Admits a pod and starts its sandbox, but none of its containers.
     pub async fn begin(&self, pod: &Pod) -> Result<RunningPod> {
-        let sandbox = async {
-            self.admit(pod).await?;
-            self.cri.run_sandbox(&self.sandbox_config(pod)).await
-        };
-        match sandbox.await {
+        self.admit(pod).await?;
+        self.start_sandbox(pod).await
+    }
+
+    /// Starts the sandbox of a pod that was admitted.
+    pub async fn start_sandbox(&self, pod: &Pod) -> Result<RunningPod> {
+        match self.cri.run_sandbox(&self.sandbox_config(pod)).await {
             Ok(sandbox) => Ok(RunningPod {
                 pod: pod.clone(),
                 sandbox,
@@ -207,8 +209,19 @@ impl Kubelet {
         state.devices.store(&self.folder.join(CHECKPOINT))
     }
 
+    /// Admits a pod: has the device plugins allocate what its containers ask for.
+    pub async fn admit(&self, pod: &Pod) -> Result<()> {
+        match self.allocate_all(pod).await {
+            Ok(()) => Ok(()),
+            Err(error) => {
+                self.forget(&pod.uid)?;
+                Err(error)
+            }
+        }
+    }
+
     /// Allocates devices for all containers, init containers first.
-    async fn admit(&self, pod: &Pod) -> Result<()> {
+    async fn allocate_all(&self, pod: &Pod) -> Result<()> {
         let mut reusable: BTreeMap<String, Ids> = BTreeMap::new();
         for (container, finishes) in pod
             .init

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::Context;
 use clap::Parser;
@@ -20,6 +20,9 @@ const FAILED: u8 = 1;
 const ALREADY_RUNNING: u8 = 3;
 const BAD_CONFIG: u8 = 4;
 const NOT_READY: u8 = 5;
+
+/// How long a thread that bound a share waits for the next one.
+const WORKER_STAYS: Duration = Duration::from_secs(24 * 60 * 60);
 
 const HELP: &str = "\
 When kubelet has granted a container a GPU share, containerd asks this plugin what to add before it creates the
@@ -102,7 +105,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             Way::external(&file, Node::start(&file)?)
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        // A container that waits for its share need not wait for a thread to be made.
+        .thread_keep_alive(WORKER_STAYS)
+        .build()?;
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use integration::{
     cache::Line,
@@ -54,7 +54,24 @@ struct Figures {
     /// Medians of the latter two over the first.
     plain_ratio: f64,
     share_ratio: f64,
+    /// Medians of each step, in milliseconds.
+    steps: Vec<Step>,
 }
+
+/// A step on a pod's way, for each kind of pod.
+#[derive(Serialize)]
+struct Step {
+    name: &'static str,
+    without_ms: f64,
+    plain_ms: f64,
+    share_ms: f64,
+}
+
+/// What kubelet does to start a pod, one after the other.
+const STEPS: [&str; 4] = ["admission", "RunPodSandbox", "CreateContainer", "StartContainer"];
+
+/// How long a pod took for each of [`STEPS`].
+type Times = [Duration; STEPS.len()];
 
 #[derive(Clone, Copy, Serialize)]
 struct Spread {
@@ -63,7 +80,8 @@ struct Spread {
 }
 
 impl Spread {
-    fn of(mut times: Vec<Duration>) -> Self {
+    fn of(times: impl Iterator<Item = Duration>) -> Self {
+        let mut times: Vec<_> = times.collect();
         times.sort();
         let at = |part: usize| times[(times.len() * part / 100).min(times.len() - 1)].as_secs_f64() * 1e3;
         Self { median: at(50), p90: at(90) }
@@ -88,6 +106,7 @@ fn main() -> ExitCode {
 }
 
 async fn measure(arguments: &Arguments) -> Result<()> {
+    ensure!(arguments.rounds > 0, "at least one round");
     let mut node = Node::with_vcuda(&Options::on(Line::from_env()?)).await?;
     let plain = Container::new("main", node.image());
     let share = plain.clone().share(20, 32);
@@ -105,7 +124,14 @@ async fn measure(arguments: &Arguments) -> Result<()> {
             shares.push(shared);
         }
     }
-    let [without_ms, plain_ms, share_ms] = [without, with, shares].map(Spread::of);
+    let kinds = [&without, &with, &shares];
+    let [without_ms, plain_ms, share_ms] =
+        kinds.map(|kind| Spread::of(kind.iter().map(|times| times.iter().sum())));
+    let step = |(at, name): (usize, &&'static str)| {
+        let [without_ms, plain_ms, share_ms] =
+            kinds.map(|kind| Spread::of(kind.iter().map(|times| times[at])).median);
+        Step { name, without_ms, plain_ms, share_ms }
+    };
     let figures = Figures {
         containerd: node.cri().version().await?,
         rounds: arguments.rounds,
@@ -114,6 +140,7 @@ async fn measure(arguments: &Arguments) -> Result<()> {
         share_ms,
         plain_ratio: plain_ms.median / without_ms.median,
         share_ratio: share_ms.median / without_ms.median,
+        steps: STEPS.iter().enumerate().map(step).collect(),
     };
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&figures)?);
@@ -128,15 +155,26 @@ async fn measure(arguments: &Arguments) -> Result<()> {
     ] {
         println!("{name:<28} {:>8.1} {:>8.1} {ratio:>8.3}", spread.median, spread.p90);
     }
+    println!("\n{:<28} {:>8} {:>8} {:>8}", "median of each step", "without", "with", "share");
+    for Step { name, without_ms, plain_ms, share_ms } in &figures.steps {
+        println!("{name:<28} {without_ms:>8.1} {plain_ms:>8.1} {share_ms:>8.1}");
+    }
     Ok(())
 }
 
 /// Creates a pod, and removes it again outside the measured time.
-async fn time(node: &Node, container: &Container) -> Result<Duration> {
+async fn time(node: &Node, container: &Container) -> Result<Times> {
     let pod = Pod::new("bench", container.clone());
+    let kubelet = &node.kubelet;
     let begin = Instant::now();
-    let running = node.kubelet.run(&pod).await?;
-    let took = begin.elapsed();
-    node.kubelet.delete(&running).await?;
-    Ok(took)
+    kubelet.admit(&pod).await?;
+    let admitted = Instant::now();
+    let mut running = kubelet.start_sandbox(&pod).await?;
+    let sandboxed = Instant::now();
+    let id = kubelet.create_container(&mut running, container).await?;
+    let created = Instant::now();
+    node.cri().start(&id).await?;
+    let started = Instant::now();
+    kubelet.delete(&running).await?;
+    Ok([admitted - begin, sandboxed - admitted, created - sandboxed, started - created])
 }
