@@ -55,14 +55,15 @@ unsafe fn compare_exchange(at: *mut u128, old: u128, new: u128) -> bool {
     let result: u64;
     // Not `core::arch`'s function: it needs a target feature at every caller, and glibc's floor is plain x86-64.
     // SAFETY: the caller's promise. Every x86-64 processor that drives a CUDA-capable GPU has the instruction: it is
-    // part of x86-64-v2. rbx, which LLVM keeps for itself, is put back.
+    // part of x86-64-v2. rbx, which LLVM keeps for itself, is put back; it also hands it out as any `reg`, so the address,
+    // which is used while rbx holds another value, is in a register by name.
     unsafe {
         std::arch::asm!(
             "xchg {new_low}, rbx",
-            "lock cmpxchg16b [{at}]",
+            "lock cmpxchg16b [rdi]",
             "sete cl",
             "mov rbx, {new_low}",
-            at = in(reg) at,
+            in("rdi") at,
             new_low = inout(reg) new_low => _,
             inout("rcx") new_high => result,
             inout("rax") old_low => _,
