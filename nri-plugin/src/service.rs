@@ -41,8 +41,9 @@ const BIND_DEADLINE: Duration = Duration::from_secs(1);
 /// Longest that an event or a census holds the runtime up; the work goes on behind the answer.
 const EVENT_DEADLINE: Duration = Duration::from_millis(500);
 
-/// How long after its binding a share's record is synced to disk: when its container has been created.
-const SYNC_DELAY: Duration = Duration::from_secs(1);
+/// How long after its binding a share's record is synced to disk: when its container has been created, and, where many
+/// pods come at once, theirs too. containerd and kubelet sync at every step, and would wait for ours.
+const SYNC_DELAY: Duration = Duration::from_secs(5);
 
 /// Calls that do work at one time; the runtime makes one at a time.
 const WORKERS: u32 = 16;
@@ -71,6 +72,8 @@ pub struct Service {
     standing: watch::Sender<Standing>,
     work: Arc<Semaphore>,
     bind_deadline: Duration,
+    /// Shares whose records are to be synced to disk.
+    unsynced: Arc<Mutex<Vec<ledger::ShareName>>>,
 }
 
 /// What a session is for.
@@ -121,6 +124,7 @@ impl Service {
             standing: watch::Sender::default(),
             work: Arc::new(Semaphore::new(WORKERS as usize)),
             bind_deadline,
+            unsynced: Arc::default(),
         }
     }
 
@@ -200,11 +204,21 @@ impl Service {
 
     /// The record's way to the disk is no reason for a container to wait, nor for containerd's own files to.
     fn sync_later(&self, binder: Arc<Binder>, name: ledger::ShareName) {
+        {
+            let mut unsynced = self.unsynced.lock().unwrap_or_else(PoisonError::into_inner);
+            unsynced.push(name);
+            if unsynced.len() > 1 {
+                // It goes with the first.
+                return;
+            }
+        }
+        let unsynced = Arc::clone(&self.unsynced);
         tokio::spawn(async move {
             sleep(SYNC_DELAY).await;
+            let names = std::mem::take(&mut *unsynced.lock().unwrap_or_else(PoisonError::into_inner));
             spawn_blocking(move || {
-                if let Err(error) = binder.ledger().sync(&name) {
-                    tracing::warn!(share = %name, %error, "its record may be lost with the machine's power");
+                if let Err(error) = binder.ledger().sync(&names) {
+                    tracing::warn!(%error, "shares bound last may be lost with the machine's power");
                 }
             })
             .await
@@ -372,6 +386,14 @@ impl Plugin for Service {
                 return Ok(SynchronizeResponse { more: true, ..Default::default() });
             }
             std::mem::take(&mut *census)
+        };
+        let whole = match &*self.standing.borrow() {
+            Standing::Configured(runtime) | Standing::Ready(runtime) => {
+                let mut whole = whole;
+                whole.is_of(runtime);
+                whole
+            }
+            Standing::Registering | Standing::Unusable(_) => whole,
         };
         let binder = self.binder()?;
         let begins = self.purpose == Purpose::Shares;

@@ -24,6 +24,8 @@ pub struct Census {
     containers: Vec<(String, String)>,
     /// Those of them that have a grant.
     granted: Vec<Container>,
+    /// See [`Live::complete`].
+    complete: bool,
 }
 
 impl Census {
@@ -44,6 +46,11 @@ impl Census {
         }
     }
 
+    /// Notes which runtime the list is of, as it configured us.
+    pub fn is_of(&mut self, runtime: &str) {
+        self.complete = lists_while_nothing_is_created(runtime);
+    }
+
     fn live(&self) -> Live {
         let mut pods = BTreeMap::new();
         for pod in &self.pods {
@@ -55,7 +62,22 @@ impl Census {
             }
         }
         let containers = self.containers.iter().map(|(id, _)| id.clone()).collect();
-        Live { taken_at: self.taken_at, pods, containers }
+        Live { taken_at: self.taken_at, pods, containers, complete: self.complete }
+    }
+}
+
+/// Whether a runtime makes its list while it creates no container: containerd does from 1.7.26, 2.0.3 and 2.1 on
+/// (`BlockPluginSync`). Until then a container may be bound, and not be on the list yet.
+fn lists_while_nothing_is_created(runtime: &str) -> bool {
+    let Some(version) = runtime.strip_prefix("containerd ") else { return false };
+    // What follows the third number is of a distribution, or of a version before a release.
+    let mut numbers = version.trim_start_matches('v').split(|c: char| !c.is_ascii_digit());
+    let mut next = || numbers.next().and_then(|number| number.parse::<u32>().ok());
+    match (next(), next(), next()) {
+        (Some(1), Some(7), Some(patch)) => patch >= 26,
+        (Some(2), Some(0), Some(patch)) => patch >= 3,
+        (Some(major), Some(_), Some(_)) => major >= 2,
+        _ => false,
     }
 }
 
@@ -162,5 +184,37 @@ impl Binder {
             terms: terms(pod, &granted.request)?,
             set: Change::default(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_runtimes_that_are_known_to_list_everything_are_believed() {
+        for runtime in [
+            "containerd v1.7.26",
+            "containerd 1.7.30~ds1-6+deb13u1",
+            "containerd v2.0.3",
+            "containerd 2.1.9+unknown",
+            "containerd v2.1.0-beta.0",
+            "containerd v3.0.0",
+        ] {
+            assert!(lists_while_nothing_is_created(runtime), "{runtime}");
+        }
+        for runtime in [
+            "containerd v1.7.25",
+            "containerd v2.0.2",
+            "containerd 1.7.24~ds1",
+            "containerd 1.6.26",
+            "containerd 2",
+            "containerd 99999999999999999999.1.1",
+            "containerd ",
+            "cri-o 1.34.0",
+            "",
+        ] {
+            assert!(!lists_while_nothing_is_created(runtime), "{runtime}");
+        }
     }
 }

@@ -253,6 +253,42 @@ async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
     plugin.await.unwrap().unwrap();
 }
 
+/// Kubelet hands an init container's devices on, so its share has to give way, also when nobody heard its end.
+#[tokio::test]
+async fn an_init_container_that_ended_while_the_plugin_was_away_gives_way_where_the_list_is_complete() {
+    for (version, gives_way) in [("v2.1.9", true), ("1.7.24~ds1", false)] {
+        let node = TestNode::new();
+        let shared = Arc::new(node.start());
+        let session = async |version: &str, list: SynchronizeRequest| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let mut runtime = FakeRuntime::start(theirs).await;
+            let service = Service::new(NodeSource::Here(Arc::clone(&shared)));
+            tokio::spawn(async move { serve(ours, &identity(), &service).await });
+            runtime.registered.recv().await.unwrap();
+            let configure = ConfigureRequest {
+                runtime_name: "containerd".into(),
+                runtime_version: version.into(),
+                ..ConfigureRequest::default()
+            };
+            runtime.plugin.configure(soon(), &configure).await.unwrap();
+            runtime.plugin.synchronize(soon(), &list).await.unwrap();
+            runtime
+        };
+        let before = session(version, SynchronizeRequest::default()).await;
+        before.create(&pod(1), granted(&pod(1), "setup", 1, 60, 4)).await.unwrap();
+        before.close();
+        // What is bound in the millisecond of a list is not its business.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+
+        let list = SynchronizeRequest { pods: vec![pod(1)], ..SynchronizeRequest::default() };
+        let after = session(version, list).await;
+        after.create(&pod(1), granted(&pod(1), "main", 1, 60, 4)).await.unwrap();
+        let left: Vec<_> = node.shares().records.into_keys().map(String::from).collect();
+        let expected = if gives_way { vec!["uid-1_main"] } else { vec!["uid-1_main", "uid-1_setup"] };
+        assert_eq!(left, expected, "{version}");
+    }
+}
+
 #[test]
 fn a_second_plugin_on_the_node_says_who_runs_already() {
     let node = TestNode::new();

@@ -131,7 +131,7 @@ impl Ledger {
         after.store(&folder).map_err(failed)?;
         let applied = apply(&after, &folder);
         drop(lock);
-        self.sync(name).map_err(failed)?;
+        self.sync(std::slice::from_ref(name))?;
         applied.map_err(|source| ChangeError::Apply { name: name.clone(), source })?;
         Ok(Changed { before: before.clone(), after })
     }

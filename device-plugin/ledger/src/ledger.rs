@@ -25,8 +25,7 @@ use crate::{
     shares::free_beside, timetable,
 };
 
-/// How many milliseconds after its binding a container may be missing from what the runtime lists. containerd 1.7 may take a
-/// census between a container's creation and its listing (2.0 and later do not, `BlockPluginSync`).
+/// How many milliseconds after its binding a container may be missing from a list that is not [`Live::complete`].
 const LISTING_GRACE_MS: u64 = 60_000;
 
 /// The ledger of one node.
@@ -78,6 +77,9 @@ pub struct Live {
     pub pods: BTreeMap<String, PodLife>,
     /// IDs of containers that are created or run.
     pub containers: BTreeSet<String>,
+    /// Whether no container was being created while the list was made. Otherwise one may be missing that was bound
+    /// just before.
+    pub complete: bool,
 }
 
 /// Whether a pod that the runtime lists still runs.
@@ -287,15 +289,18 @@ impl Ledger {
         Ok(true)
     }
 
-    /// Syncs the share to disk. A kill never loses a bound share; a loss of power may lose one that was not synced,
+    /// Syncs shares to disk. A kill never loses a bound share; a loss of power may lose one that was not synced,
     /// and then nothing runs that it belonged to. So this can be done when the container's creation goes on.
-    pub fn sync(&self, name: &ShareName) -> io::Result<()> {
-        let folder = ShareFolder::new(&self.folder, name);
-        for path in [folder.record(), folder.path().into(), self.folder.clone()] {
-            match File::open(path) {
+    pub fn sync(&self, names: &[ShareName]) -> Result<(), LedgerError> {
+        let of_share = |name| {
+            let folder = ShareFolder::new(&self.folder, name);
+            [folder.record(), folder.path().into()]
+        };
+        for path in names.iter().flat_map(of_share).chain([self.folder.clone()]) {
+            match File::open(&path).and_then(|file| file.sync_all()) {
                 // Released in the meantime.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-                file => file?.sync_all()?,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                synced => synced.map_err(|source| LedgerError { path, source })?,
             }
         }
         Ok(())
@@ -367,7 +372,8 @@ impl Ledger {
                 self.remove(&name)?;
                 pruned.released.push(name);
             } else if record.state == ShareState::Running && !live.containers.contains(&record.container.id) {
-                if this_boot && live.taken_at < record.bound_at.saturating_add(LISTING_GRACE_MS) {
+                let young = live.taken_at < record.bound_at.saturating_add(LISTING_GRACE_MS);
+                if this_boot && young && !live.complete {
                     pruned.unseen.push(name);
                 } else {
                     self.set_stopped(&name, record)?;

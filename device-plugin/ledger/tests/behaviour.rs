@@ -185,8 +185,7 @@ fn only_root_reads_the_ledger() {
     assert_eq!(mode(&folder.path().join("shares")), 0o700);
     assert_eq!(mode(bound.folder.path()), 0o700);
     assert_eq!(mode(&bound.folder.record()), 0o600);
-    ledger.sync(&bound.name).unwrap();
-    ledger.sync(&ShareName::new("gone", "c").unwrap()).unwrap();
+    ledger.sync(&[bound.name, ShareName::new("gone", "c").unwrap()]).unwrap();
 }
 
 #[test]

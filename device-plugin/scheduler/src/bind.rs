@@ -18,7 +18,9 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 use tracing::{info, warn};
 use vcuda_config::annotation;
 
-use crate::{Claim, NotServing, Refusal, Reservation, Service, Wanted, service::count, wire::BindOrder};
+use crate::{
+    Claim, Found, NotServing, Refusal, Reservation, Seen, Service, Wanted, service::count, wire::BindOrder,
+};
 
 /// Why a pod was not bound, or is not known to be.
 #[derive(Debug, Error)]
@@ -56,18 +58,6 @@ enum Posted {
     Refused(Box<Status>),
     /// It may be.
     Unknown(String),
-}
-
-/// Where a pod is that was to be bound.
-enum Found {
-    /// On that node.
-    Here,
-    /// On another.
-    Elsewhere,
-    /// On none yet.
-    Waiting,
-    /// It is no more.
-    Gone,
 }
 
 impl Service {
@@ -187,23 +177,8 @@ impl Service {
 
     /// Books where the API server says that a pod is.
     fn book_found(&self, claim: &Claim, pod: Option<Pod>) -> Found {
-        let mut cluster = self.cluster_mut();
-        let Some(pod) = pod else {
-            cluster.forget(claim);
-            return Found::Gone;
-        };
-        match self.bound_pod(&pod) {
-            None => Found::Waiting,
-            Some(bound) if bound.node == claim.node => {
-                cluster.correct(claim, bound.holds);
-                cluster.bound(claim);
-                Found::Here
-            }
-            Some(_) => {
-                cluster.forget(claim);
-                Found::Elsewhere
-            }
-        }
+        let seen = pod.map_or(Seen::Gone, |pod| self.bound_pod(&pod).map_or(Seen::Waiting, Seen::Bound));
+        self.cluster_mut().book(claim, seen)
     }
 
     /// Finds out what became of pods whose binding was posted long ago and that were never seen on their node. Never

@@ -115,6 +115,30 @@ pub struct Figures {
     pub reservations: usize,
 }
 
+/// What the API server says of a pod that was to be bound.
+#[derive(Clone, Debug)]
+pub enum Seen {
+    /// It is no more.
+    Gone,
+    /// It has no node yet.
+    Waiting,
+    /// It has one.
+    Bound(BoundPod),
+}
+
+/// Where a pod is that was to be bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// On that node.
+    Here,
+    /// On another.
+    Elsewhere,
+    /// On none yet: it may still come to the node.
+    Waiting,
+    /// It is no more.
+    Gone,
+}
+
 impl Cluster {
     /// A list of all nodes begins.
     pub fn begin_nodes(&mut self) {
@@ -229,8 +253,28 @@ impl Cluster {
         }
     }
 
+    /// Books what the API server says of the pod of `claim`, and tells where that is.
+    pub fn book(&mut self, claim: &Claim, seen: Seen) -> Found {
+        match seen {
+            Seen::Waiting => Found::Waiting,
+            Seen::Bound(pod) if pod.node == claim.node => {
+                self.correct(claim, pod.holds);
+                self.bound(claim);
+                Found::Here
+            }
+            Seen::Bound(_) => {
+                self.drop_reservation(claim);
+                Found::Elsewhere
+            }
+            Seen::Gone => {
+                self.drop_reservation(claim);
+                Found::Gone
+            }
+        }
+    }
+
     /// The pod is on the node but holds `holds`, which an earlier attempt to bind it wrote. The reservation stands.
-    pub fn correct(&mut self, claim: &Claim, holds: Box<[Hold]>) {
+    fn correct(&mut self, claim: &Claim, holds: Box<[Hold]>) {
         let reserved = self.reservations.contains_key(claim);
         let node = self.nodes.get_mut(claim.node.as_str()).filter(|_| reserved);
         if let Some((node, pod)) = node.and_then(|node| {
@@ -249,11 +293,6 @@ impl Cluster {
                 self.drop_reservation(claim);
             }
         }
-    }
-
-    /// The pod will never be on the node: it is no more, or on another one.
-    pub fn forget(&mut self, claim: &Claim) {
-        self.drop_reservation(claim);
     }
 
     /// The pod was not on the node long after attempt number `attempt`, which was the last one, or else nothing is known.

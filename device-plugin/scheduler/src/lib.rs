@@ -20,7 +20,7 @@ mod watch;
 pub mod wire;
 
 pub use bind::BindError;
-pub use cluster::{BoundPod, Claim, Cluster, Figures, Refusal, Reservation};
+pub use cluster::{BoundPod, Claim, Cluster, Figures, Found, Refusal, Reservation, Seen};
 pub use decide::{Filtered, Victims};
 pub use demand::{ContainerDemand, Demand, DemandError, ResourceNames, Role};
 pub use hold::{Held, Hold, On, holds_of_bound, holds_of_placement};

@@ -1,6 +1,6 @@
 //! The scheduler's books and the nodes' ledgers, the real ones, over one long random history: pods of all sizes come,
-//! are bound, start, restart, end and are deleted; every part is killed between any two steps; GPUs fall ill and are
-//! cordoned. No GPU is promised past what it has, no running container loses its GPU, no ghost stays, and in the end
+//! are bound, start, restart, end and are deleted; every part is killed between any two steps, kubelet and containerd
+//! too, and what happens then is told late, twice or never; GPUs fall ill and are cordoned. No GPU is promised past what it has, no running container loses its GPU, no ghost stays, and in the end
 //! scheduler and nodes say the same. `VCUDA_MODEL_STEPS` names the number of steps, `VCUDA_MODEL_SEED` the history.
 
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
@@ -14,10 +14,10 @@ use std::{
 
 use ledger::{
     BindError, ContainerRef, Driver, Gpu, Inventory, Ledger, Live, PodLife, PodRef, SandboxEnd, ShareName,
-    ShareState, Terms, Wishes,
+    ShareRecord, ShareState, Terms, Wishes,
 };
 use scheduler::{
-    BoundPod, Claim, Cluster, ContainerDemand, Demand, Reservation, Role, Wanted, holds_of_bound,
+    BoundPod, Claim, Cluster, ContainerDemand, Demand, Found, Reservation, Role, Seen, Wanted, holds_of_bound,
 };
 use tempfile::TempDir;
 use vcuda_config::{GpuUuid, PodPlacement, Request, annotation};
@@ -76,6 +76,23 @@ struct Node {
     ledger: Option<Ledger>,
     inventory: Inventory,
     boot: u32,
+    /// While kubelet is down nothing is started or deleted.
+    kubelet: bool,
+    /// While containerd is down nobody hears of anything, and what runs runs on.
+    containerd: bool,
+    /// Whether containerd creates no container while it lists them, see [`Live::complete`].
+    lists_all: bool,
+    /// Sandboxes from before containerd's last start: it no longer tells of their end.
+    old_sandboxes: BTreeSet<String>,
+    /// What containerd has told of, to be told once more.
+    told: Vec<Told>,
+}
+
+/// What containerd tells the NRI plugin.
+#[derive(Clone)]
+enum Told {
+    Stopped(String),
+    Ended(String, SandboxEnd),
 }
 
 enum Event {
@@ -131,7 +148,28 @@ impl Node {
         };
         let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib".into() };
         let inventory = Inventory::new("boot".into(), driver, Vec::new(), (0..GPUS).map(one).collect());
-        Self { folder: TempDir::new().unwrap(), ledger: None, inventory, boot: 0 }
+        Self {
+            folder: TempDir::new().unwrap(),
+            ledger: None,
+            inventory,
+            boot: 0,
+            kubelet: true,
+            containerd: true,
+            // As a cluster of old and new machines.
+            lists_all: node > 0,
+            old_sandboxes: BTreeSet::new(),
+            told: Vec::new(),
+        }
+    }
+
+    /// What the NRI plugin does when it is told.
+    fn tell(&mut self, what: Told) {
+        let Some(ledger) = self.ledger.as_ref().filter(|_| self.containerd) else { return };
+        match &what {
+            Told::Stopped(id) => drop(ledger.mark_stopped(id).unwrap()),
+            Told::Ended(id, end) => drop(ledger.end_sandbox(id, *end).unwrap()),
+        }
+        self.told.push(what);
     }
 
     fn annotations(&self) -> BTreeMap<String, String> {
@@ -207,17 +245,58 @@ impl World {
         }
     }
 
-    /// The NRI plugin starts, and learns from the runtime what lives.
+    /// The NRI plugin starts, and learns from the runtime what lives, if that is there.
     fn start_nri(&mut self, n: usize) {
         let boot = format!("boot-{}", self.nodes[n].boot);
         let ledger = Ledger::open_in_boot(&self.nodes[n].folder.path().join("shares"), boot).unwrap();
-        let mut live = Live { taken_at: ledger::milliseconds_since_1970() + 1, ..Live::default() };
+        self.nodes[n].ledger = Some(ledger);
+        self.synchronize(n);
+    }
+
+    /// The runtime lists what lives.
+    fn synchronize(&mut self, n: usize) {
+        let Some(ledger) = self.nodes[n].ledger.as_ref().filter(|_| self.nodes[n].containerd) else { return };
+        let taken_at = ledger::milliseconds_since_1970() + 1;
+        let mut live = Live { taken_at, complete: self.nodes[n].lists_all, ..Live::default() };
         for (uid, pod) in self.pods.iter().filter(|(_, pod)| pod.node == Some(n)) {
             live.pods.insert(uid.clone(), PodLife::Up);
             live.containers.extend(pod.running.values().map(|(id, _)| id.clone()));
         }
         ledger.prune(&live).unwrap();
-        self.nodes[n].ledger = Some(ledger);
+    }
+
+    /// containerd dies, or comes back: without the state of its sandboxes, and with a list for the NRI plugin.
+    fn restart_containerd(&mut self, n: usize) {
+        let node = &mut self.nodes[n];
+        node.containerd = !node.containerd;
+        if !node.containerd {
+            return self.count("containerd killed");
+        }
+        let here = self.pods.iter().filter(|(_, pod)| pod.node == Some(n));
+        node.old_sandboxes = here.map(|(uid, pod)| pod_ref(uid, pod).sandbox_id).collect();
+        self.synchronize(n);
+    }
+
+    /// Kubelet dies, or comes back, and ends once more what it does not remember to have ended.
+    fn restart_kubelet(&mut self, n: usize) {
+        self.nodes[n].kubelet = !self.nodes[n].kubelet;
+        if !self.nodes[n].kubelet {
+            return self.count("kubelet killed");
+        }
+        for _ in 0..3 {
+            self.tell_again(n);
+        }
+    }
+
+    /// An event comes once more, however old it is.
+    fn tell_again(&mut self, n: usize) {
+        let at = self.random.below(self.nodes[n].told.len());
+        let Some(what) = self.nodes[n].told.get(at).cloned() else { return };
+        if self.nodes[n].ledger.is_some() && self.nodes[n].containerd {
+            self.nodes[n].tell(what);
+            self.nodes[n].told.pop();
+            self.count("told twice");
+        }
     }
 
     fn any_pod(&mut self, choose: impl Fn(&Pod) -> bool) -> Option<String> {
@@ -307,24 +386,18 @@ impl World {
                 self.count("bound");
                 self.cluster.bound(&claim);
             }
-            _ if !self.look_up(&claim) => self.cluster.refused(&claim),
-            _ => {}
+            _ => {
+                let seen = self.seen(&claim.uid);
+                if self.cluster.book(&claim, seen) != Found::Here {
+                    self.cluster.refused(&claim);
+                }
+            }
         }
     }
 
-    /// What the scheduler does when it looks a pod up. False while the pod may yet come to the node.
-    fn look_up(&mut self, claim: &Claim) -> bool {
-        match self.pods.get(&claim.uid) {
-            Some(pod) if pod.node.is_none() => return false,
-            Some(pod) if pod.node == Some(index(&claim.node)) => {
-                let holds = holds_of_bound(&pod.wanted.demand, &claim.node, Some(&pod.annotations));
-                self.cluster.correct(claim, holds);
-                self.cluster.bound(claim);
-                self.cluster.postpone(claim, self.now);
-            }
-            _ => self.cluster.forget(claim),
-        }
-        true
+    /// What the API server says of a pod.
+    fn seen(&self, uid: &str) -> Seen {
+        self.pods.get(uid).map_or(Seen::Gone, |pod| bound_pod(uid, pod).map_or(Seen::Waiting, Seen::Bound))
     }
 
     fn expire(&mut self) {
@@ -334,8 +407,10 @@ impl World {
         }
         self.now += EXPIRY;
         for (claim, reservation) in self.cluster.expired(self.now, EXPIRY) {
-            if !self.look_up(&claim) {
-                self.cluster.lapse(&claim, reservation.attempt);
+            let seen = self.seen(&claim.uid);
+            match self.cluster.book(&claim, seen) {
+                Found::Here => self.cluster.postpone(&claim, self.now),
+                _ => self.cluster.lapse(&claim, reservation.attempt),
             }
         }
     }
@@ -357,6 +432,9 @@ impl World {
         let Some(uid) = self.any_pod(|pod| pod.node.is_some()) else { return };
         let pod = &self.pods[&uid];
         let n = pod.node.unwrap();
+        if !self.nodes[n].kubelet || !self.nodes[n].containerd {
+            return;
+        }
         let Some(next) = next_container(pod) else { return };
         let placement: Option<PodPlacement> =
             pod.annotations.get(annotation::PLACEMENT).map(|text| text.parse().unwrap());
@@ -412,21 +490,28 @@ impl World {
                 // runtime's that is not too young to tell.
                 let own = |name: &String| {
                     let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
-                    shares.records.contains_key(&ShareName::new(&uid, name).unwrap())
+                    let record = shares.records.get(&ShareName::new(&uid, name).unwrap());
+                    record.is_some_and(|record| record.state == ShareState::Running)
                 };
                 let waits = self.pods[&uid].done.iter().any(own);
+                if node.lists_all {
+                    assert!(!waits && left.is_empty(), "{uid}: {left:?}");
+                }
                 let in_doubt = |gpu: &GpuUuid| sick(gpu) || left.contains_key(gpu);
                 let excused = self.with_foreign || waits || must.iter().any(in_doubt);
                 let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
-                // Of a pod that was deleted after a reboot before all its containers were back. While there are shares
-                // of an earlier boot, the NRI plugin asks the runtime for its list.
+                // Of a pod that was deleted after a reboot before all its containers were back, or after a restart of
+                // containerd. While there are such shares the NRI plugin asks the runtime for its list.
                 let gone = |name: &ShareName| !self.pods.contains_key(name.pod_uid());
                 let boot = format!("boot-{}", self.nodes[n].boot);
-                if shares.records.iter().any(|(name, record)| gone(name) && record.boot_id != boot) {
-                    self.start_nri(n);
+                let untold = |record: &ShareRecord| {
+                    record.boot_id != boot || self.nodes[n].old_sandboxes.contains(&record.pod.sandbox_id)
+                };
+                if shares.records.iter().any(|(name, record)| gone(name) && untold(record)) {
+                    self.synchronize(n);
                     let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
                     assert!(shares.records.keys().all(|name| self.pods.contains_key(name.pod_uid())));
-                    return self.count("listed for shares of an earlier boot");
+                    return self.count("listed for shares whose end nobody told");
                 }
                 if !excused {
                     for (name, record) in &shares.records {
@@ -444,8 +529,8 @@ impl World {
     }
 
     /// What init containers still hold beside containers that came after them: nobody heard their end, since the NRI
-    /// plugin was down, so they did not give way. It is given back with the pod. Whether a container is an init
-    /// container, the runtime does not tell.
+    /// plugin was down, and the list of the runtime's was not one to conclude from, so they did not give way. It is
+    /// given back with the pod. Whether a container is an init container, the runtime does not tell.
     fn left_by_init(&self, n: usize) -> BTreeMap<GpuUuid, (u32, u64)> {
         let mut left: BTreeMap<GpuUuid, (u32, u64)> = BTreeMap::new();
         let shares = self.nodes[n].ledger.as_ref().unwrap().shares().unwrap();
@@ -477,28 +562,27 @@ impl World {
         if role == Role::Init {
             pod.done.insert(ended);
         }
-        if let Some(ledger) = &self.nodes[pod.node.unwrap()].ledger {
-            ledger.mark_stopped(&id).unwrap();
-        }
+        let n = pod.node.unwrap();
+        self.nodes[n].tell(Told::Stopped(id));
     }
 
-    /// A pod is deleted: kubelet ends its sandbox, and then the object goes.
+    /// A pod is deleted: kubelet ends its sandbox, and then the object goes. Without kubelet, or containerd, it stays.
     fn delete(&mut self) {
-        let Some(uid) = self.any_pod(|_| true) else { return };
+        let up = self.nodes.iter().map(|node| node.kubelet && node.containerd).collect::<Vec<_>>();
+        let Some(uid) = self.any_pod(|pod| pod.node.is_none_or(|n| up[n])) else { return };
         let pod = self.pods.remove(&uid).unwrap();
         let Some(n) = pod.node else { return };
         let sandbox = pod_ref(&uid, &pod).sandbox_id;
         let killed = self.random.chance(10);
-        if let Some(ledger) = &self.nodes[n].ledger {
-            for (id, _) in pod.running.values() {
-                ledger.mark_stopped(id).unwrap();
-            }
-            if killed {
-                self.nodes[n].ledger = None;
-            } else {
-                ledger.end_sandbox(&sandbox, SandboxEnd::Stopped).unwrap();
-                ledger.end_sandbox(&sandbox, SandboxEnd::Removed).unwrap();
-            }
+        let node = &mut self.nodes[n];
+        for (id, _) in pod.running.values() {
+            node.tell(Told::Stopped(id.clone()));
+        }
+        if killed {
+            node.ledger = None;
+        } else if !node.old_sandboxes.contains(&sandbox) {
+            node.tell(Told::Ended(sandbox.clone(), SandboxEnd::Stopped));
+            node.tell(Told::Ended(sandbox, SandboxEnd::Removed));
         }
         self.events.push(Event::Deleted(uid, n));
         self.count("deleted");
@@ -507,8 +591,11 @@ impl World {
     /// The machine loses power: nothing runs, kubelet makes all anew, on the same GPUs.
     fn reboot(&mut self) {
         let n = self.random.below(NODES);
-        self.nodes[n].boot += 1;
-        self.nodes[n].ledger = None;
+        let node = &mut self.nodes[n];
+        node.boot += 1;
+        node.ledger = None;
+        (node.kubelet, node.containerd) = (true, true);
+        node.old_sandboxes.clear();
         for pod in self.pods.values_mut().filter(|pod| pod.node == Some(n)) {
             pod.running.clear();
             pod.done.clear();
@@ -581,10 +668,22 @@ impl World {
                 let n = self.random.below(NODES);
                 self.device_plugin(n);
             }
-            97 => match self.random.below(4) {
+            97 => match self.random.below(8) {
                 0 => self.reboot(),
                 1 => self.expire(),
-                _ => self.trouble(),
+                2 => self.trouble(),
+                3 => {
+                    let n = self.random.below(NODES);
+                    self.tell_again(n);
+                }
+                4 | 5 => {
+                    let n = self.random.below(NODES);
+                    self.restart_kubelet(n);
+                }
+                _ => {
+                    let n = self.random.below(NODES);
+                    self.restart_containerd(n);
+                }
             },
             98 => {
                 for (claim, reservation) in std::mem::take(&mut self.binds) {
@@ -599,6 +698,13 @@ impl World {
                 let n = self.random.below(NODES);
                 if self.nodes[n].ledger.is_none() {
                     self.start_nri(n);
+                }
+                // Nobody leaves them down for long.
+                if !self.nodes[n].containerd {
+                    self.restart_containerd(n);
+                }
+                if !self.nodes[n].kubelet {
+                    self.restart_kubelet(n);
                 }
             }
         }
@@ -635,6 +741,13 @@ impl World {
     /// Everything catches up; then nothing may be left over, and nobody may count less than there is.
     fn settle(&mut self) {
         let mut compared = 0;
+        for n in 0..NODES {
+            if !self.nodes[n].containerd {
+                self.restart_containerd(n);
+            }
+            self.nodes[n].kubelet = true;
+            self.nodes[n].told.clear();
+        }
         (0..NODES).for_each(|n| self.start_nri(n));
         (0..NODES).for_each(|n| self.device_plugin(n));
         self.watch(usize::MAX);
@@ -653,6 +766,7 @@ impl World {
             let plain =
                 of_node().all(|pod| pod.wanted.demand.containers.len() == 1 && !pod.running.is_empty());
             let left = self.left_by_init(n);
+            assert!(left.is_empty() || !node.lists_all, "{left:?}");
             let here = shares.free(&node.inventory).unwrap();
             let there = self.cluster.free(&name(n)).unwrap();
             for (here, there) in here.iter().zip(&there) {
@@ -710,7 +824,16 @@ fn history(steps: u64, seed: u64, with_foreign: bool) {
     world.settle();
     let counts = &world.counts;
     println!("{steps} steps from seed {seed}: {counts:?}");
-    for what in ["bound", "started", "deleted", "nri killed while binding", "nri killed after binding"] {
+    for what in [
+        "bound",
+        "started",
+        "deleted",
+        "nri killed while binding",
+        "nri killed after binding",
+        "kubelet killed",
+        "containerd killed",
+        "told twice",
+    ] {
         assert!(counts.get(what).is_some_and(|n| *n > 0), "{what} never happened: {counts:?}");
     }
 }

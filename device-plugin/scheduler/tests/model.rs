@@ -10,7 +10,9 @@ use std::{
 
 use ledger::Rules;
 use proptest::prelude::*;
-use scheduler::{BoundPod, Claim, Cluster, ContainerDemand, Demand, Role, Wanted, holds_of_bound, plan};
+use scheduler::{
+    BoundPod, Claim, Cluster, ContainerDemand, Demand, Found, Role, Seen, Wanted, holds_of_bound, plan,
+};
 use vcuda_config::{GpuUuid, MEMORY_UNIT_BYTES, NodeGpu, NodeGpus, PodPlacement, Request, annotation};
 
 const NODES: usize = 3;
@@ -169,19 +171,9 @@ impl World {
         Ok(())
     }
 
-    /// What the scheduler does when it looks a pod up. False while the pod may yet come to the node.
-    fn look_up(&mut self, claim: &Claim) -> bool {
-        match self.pods.get(&claim.uid) {
-            Some(pod) if pod.node.is_none() => return false,
-            Some(pod) if pod.node.as_ref() == Some(&claim.node) => {
-                let holds = holds_of_bound(&pod.wanted.demand, &claim.node, Some(&pod.annotations));
-                self.cluster.correct(claim, holds);
-                self.cluster.bound(claim);
-                self.cluster.postpone(claim, self.now);
-            }
-            _ => self.cluster.forget(claim),
-        }
-        true
+    /// What the API server says of a pod.
+    fn seen(&self, uid: &str) -> Seen {
+        self.pods.get(uid).map_or(Seen::Gone, |pod| bound_pod(uid, pod).map_or(Seen::Waiting, Seen::Bound))
     }
 
     fn step(&mut self, step: Step) {
@@ -236,7 +228,8 @@ impl World {
                     Outcome::CarriedOut => match self.post(&bind) {
                         Ok(()) => self.cluster.bound(&bind.claim),
                         Err(()) => {
-                            if !self.look_up(&bind.claim) {
+                            let seen = self.seen(&bind.claim.uid);
+                            if self.cluster.book(&bind.claim, seen) != Found::Here {
                                 self.cluster.refused(&bind.claim);
                             }
                         }
@@ -262,8 +255,10 @@ impl World {
                 }
                 self.now += EXPIRY;
                 for (claim, reservation) in self.cluster.expired(self.now, EXPIRY) {
-                    if !self.look_up(&claim) {
-                        self.cluster.lapse(&claim, reservation.attempt);
+                    let seen = self.seen(&claim.uid);
+                    match self.cluster.book(&claim, seen) {
+                        Found::Here => self.cluster.postpone(&claim, self.now),
+                        _ => self.cluster.lapse(&claim, reservation.attempt),
                     }
                 }
             }
@@ -387,14 +382,20 @@ impl World {
 }
 
 fn tell_pod(cluster: &mut Cluster, uid: &str, pod: &Pod) {
-    let Some(node) = &pod.node else { return };
-    cluster.set_pod(BoundPod {
+    if let Some(bound) = bound_pod(uid, pod) {
+        cluster.set_pod(bound);
+    }
+}
+
+fn bound_pod(uid: &str, pod: &Pod) -> Option<BoundPod> {
+    let node = pod.node.clone()?;
+    Some(BoundPod {
         uid: uid.into(),
-        node: node.clone(),
-        holds: holds_of_bound(&pod.wanted.demand, node, Some(&pod.annotations)),
+        holds: holds_of_bound(&pod.wanted.demand, &node, Some(&pod.annotations)),
+        node,
         priority: 0,
         ending: false,
-    });
+    })
 }
 
 fn containers() -> impl Strategy<Value = Vec<(u32, u32, Role)>> {
