@@ -37,7 +37,9 @@ pub fn gpu_admission_minors<'a>(
     }
     let mut minors: Vec<u32> = Vec::new();
     for minor in picked?.split(',') {
-        let minor = minor.parse().ok().filter(|minor| !minors.contains(minor))?;
+        // Digits only: `parse` takes a sign, too.
+        let digits = minor.bytes().all(|c| c.is_ascii_digit());
+        let minor = minor.parse().ok().filter(|minor| digits && !minors.contains(minor))?;
         minors.push(minor);
         if minors.len() > GPUS_MAX {
             return None;
