@@ -11,7 +11,7 @@ use std::{
 use k8s_openapi::api::core::v1::{Container, Pod};
 use kube::ResourceExt;
 use ledger::{GpuFree, Inventory, Shares, Terms, Wishes, place_by};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 use vcuda_config::{GpuUuid, MEMORY_UNIT_BYTES, Request, Resources, gpu_admission_minors};
 
@@ -48,7 +48,8 @@ pub enum CheckpointError {
 /// gpu-manager's checkpoint (`pkg/types` at 8cd842e): by pod UID, by container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct Checkpoint {
-    #[serde(rename = "PodGPUMapping", default)]
+    // Without it, it is another program's file: kubelet's checkpoint is JSON, too.
+    #[serde(rename = "PodGPUMapping", deserialize_with = "or_null")]
     pods: BTreeMap<String, BTreeMap<String, Allocated>>,
 }
 
@@ -108,6 +109,15 @@ pub enum Verdict {
     NoRoom,
     /// gpu-manager remembers it, but there is no such pod.
     Gone,
+}
+
+/// Go writes a map without entries as null.
+fn or_null<'de, D, T>(from: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + Deserialize<'de>,
+{
+    Option::deserialize(from).map(Option::unwrap_or_default)
 }
 
 impl Checkpoint {
@@ -419,7 +429,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("checkpoint");
         assert!(Checkpoint::load(&path).unwrap_err().to_string().contains("--checkpoint"));
-        fs::write(&path, "{\"PodGPUMapping\":[]}").unwrap();
-        assert!(matches!(Checkpoint::load(&path), Err(CheckpointError::Invalid { .. })));
+        let kubelets = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
+        for text in ["", "[]", "{}", "{\"PodGPUMapping\":[]}", "{\"PodGPUMapping\":{\"uid\":", kubelets] {
+            fs::write(&path, text).unwrap();
+            assert!(matches!(Checkpoint::load(&path), Err(CheckpointError::Invalid { .. })), "{text}");
+        }
+        for text in ["{\"PodGPUMapping\":null}", "{\"PodGPUMapping\":{}}"] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(Checkpoint::load(&path).unwrap(), Checkpoint::default(), "{text}");
+        }
     }
 }

@@ -30,6 +30,10 @@ use crate::{
 /// How often everything is looked at, whether or not something called for it: device nodes come without a word.
 const STEP_EVERY: Duration = Duration::from_secs(5);
 
+/// How long is waited for more after a change in a folder, before all is looked at. When many pods come at once kubelet
+/// writes its checkpoint twice for each, and each is a share.
+const GATHER: Duration = Duration::from_millis(100);
+
 /// Longest that a reader of the metrics delays the end.
 const LAST_READER: Duration = Duration::from_secs(1);
 
@@ -121,8 +125,8 @@ pub async fn run(
             survey = surveys.changed() => survey.map_err(|_| nvml_ended())?,
             Some(ended) = sessions.join_next(), if !sessions.is_empty() => ended.unwrap_or_else(go_down),
             () = governor.ended() => return Err(governor_ended()),
-            Ok(()) = shares.changed() => {}
-            Ok(()) = kubelet.changed() => {}
+            Ok(()) = shares.changed() => time::sleep(GATHER).await,
+            Ok(()) = kubelet.changed() => time::sleep(GATHER).await,
             Ok(()) = cordons.changed() => {}
             () = time::sleep(STEP_EVERY) => {}
         }

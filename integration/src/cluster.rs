@@ -131,8 +131,8 @@ impl Cluster {
         let mut cluster = Self::start(binaries, options).await?;
         // The DaemonSet starts nothing, there is no controller manager; its access rules count.
         cluster.kubectl(&["apply", "-f", &manifest("daemonset.yaml")], None)?;
-        let kubeconfig = cluster.folder().join("kube").join(DEVICE_PLUGIN);
-        cluster.vcuda.join(kubeconfig, NODE);
+        let (kubeconfig, node) = cluster.access_of_device_plugin();
+        cluster.vcuda.join(kubeconfig, node);
         cluster.vcuda.start_device_plugin()?;
         cluster.vcuda.start_nri_plugin().await?;
         cluster.import(&probe::image("bookworm")?)?;
@@ -191,10 +191,20 @@ impl Cluster {
         Ok(())
     }
 
+    /// Kubelet's root folder.
+    pub fn kubelet_root(&self) -> PathBuf {
+        self.host.folder().join("kubelet")
+    }
+
+    /// A kubeconfig of the device plugin's, and the node's name.
+    pub fn access_of_device_plugin(&self) -> (PathBuf, &'static str) {
+        (self.host.folder().join("kube").join(DEVICE_PLUGIN), NODE)
+    }
+
     /// Runs kubectl.
     pub fn kubectl(&self, arguments: &[&str], input: Option<&Value>) -> Result<String> {
-        let mut command = Command::new(self.host.cache().kubectl());
-        command.arg("--kubeconfig").arg(self.host.folder().join("kube").join(ADMIN)).args(arguments);
+        let mut command = self.kubectl_command();
+        command.args(arguments);
         let Some(input) = input else { return run(command) };
         let mut child =
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
@@ -204,6 +214,30 @@ impl Cluster {
             bail!("kubectl {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim());
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// kubectl as the administrator, without arguments yet.
+    pub fn kubectl_command(&self) -> Command {
+        let mut command = Command::new(self.host.cache().kubectl());
+        command.arg("--kubeconfig").arg(self.host.folder().join("kube").join(ADMIN));
+        command
+    }
+
+    /// The processes of the cluster by name.
+    pub fn parts(&mut self) -> Result<Vec<(&'static str, u32)>> {
+        let mut parts = vec![
+            ("etcd", self.etcd.id()),
+            ("kube-apiserver", self.api_server.id()),
+            ("kube-scheduler", self.scheduler.id()),
+            ("kubelet", self.kubelet.id()),
+            ("containerd", self.host.containerd.process_id()),
+            ("vcuda-device-plugin", self.host.vcuda.device_plugin()?.id()),
+            ("vcuda-nri-plugin", self.host.vcuda.nri_plugin()?.id()),
+        ];
+        if let Some([extender, scheduler]) = &self.extender {
+            parts.extend([("vcuda-scheduler", extender.id()), ("kube-scheduler of shares", scheduler.id())]);
+        }
+        Ok(parts)
     }
 
     /// Creates a pod of one container that asks for `limits`.

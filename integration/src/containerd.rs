@@ -65,6 +65,11 @@ impl Containerd {
         self.line
     }
 
+    /// Its process ID.
+    pub fn process_id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Its log.
     pub fn log(&self) -> String {
         self.process.output()

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod burst;
 pub mod cache;
 pub mod cluster;
 pub mod containerd;
@@ -16,6 +17,7 @@ pub mod kubelet;
 pub mod node;
 mod plugins;
 pub mod pod;
+pub mod pod_resources;
 pub mod probe;
 pub mod process;
 pub mod share;

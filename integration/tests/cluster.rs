@@ -151,6 +151,83 @@ async fn what_the_guard_lets_pass_by_its_policy_is_one_event_of_the_pod() {
     }
 }
 
+/// The pods are kubelet's own. gpu-manager's checkpoint is as its `pkg/types` at 8cd842e has it: one line of JSON, device
+/// nodes by path, memory in bytes, init containers not in it, and pods in it that have long ended.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn a_migration_is_foretold_from_kubelets_pods_and_gpu_managers_checkpoint() {
+    let mut cluster = cluster().await.unwrap();
+    let mut uids = vec![];
+    for (name, core) in [("small", 20), ("large", 70)] {
+        runs(&mut cluster, name, &share(core, 32)).await;
+        uids.push(cluster.pod(name).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned());
+    }
+    let given = |device: &str, cores: u32, memory: u64| json!({"main": {"Devices": [format!("/dev/{device}")], "Cores": cores, "Memory": memory}});
+    let checkpoint = |small: &str| {
+        json!({"PodGPUMapping": {
+            &uids[0]: given(small, 20, 8 << 30),
+            &uids[1]: given("nvidia1", 70, 8 << 30),
+            "5eed0000-0000-4000-8000-0000deadbeef": given("nvidia0", 100, 40 << 30),
+        }})
+        .to_string()
+    };
+    let file = cluster.folder().join("gpumanager_internal_checkpoint");
+    let (kubeconfig, node) = cluster.access_of_device_plugin();
+    let check = |cluster: &Cluster, more: &[&str]| {
+        let mut command = cluster.vcuda.command("vcuda-device-plugin");
+        command
+            .args(["migrate", "--check", "--node-name", node, "-o", "json", "--kubeconfig"])
+            .arg(&kubeconfig);
+        let output = command.args(more).output().unwrap();
+        let said: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+        (output.status.code(), said, String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let from_file = ["--checkpoint", file.to_str().unwrap()];
+
+    std::fs::write(&file, checkpoint("nvidia0")).unwrap();
+    let (code, said, error) = check(&cluster, &from_file);
+    assert_eq!(code, Some(0), "{error}");
+    let workloads = said.unwrap()["workloads"].as_array().unwrap().clone();
+    let of = |pod: &str| {
+        workloads.iter().find(|one| one["pod"] == pod).unwrap_or_else(|| panic!("{pod}: {workloads:?}"))
+    };
+    for (pod, core, on) in [("default/small", 20, 0), ("default/large", 70, 1)] {
+        let one = of(pod);
+        assert_eq!(
+            (&one["core"], &one["memoryUnits"], &one["verdict"]),
+            (&json!(core), &json!(32), &json!("runs"))
+        );
+        assert_eq!(one["on"], json!([on]), "{one}");
+        assert_eq!(one["gpus"].as_array().unwrap().len(), 1, "{one}");
+    }
+    assert_ne!(of("default/small")["gpus"], of("default/large")["gpus"], "each stays where it is");
+    assert_eq!(of("5eed0000-0000-4000-8000-0000deadbeef")["verdict"], "gone");
+    assert_eq!(workloads.len(), 3, "{workloads:?}");
+
+    // What asks for the impossible is there too, and the exit code says so. Kubelet has not started it.
+    cluster.create_pod("odd", cluster.image(), &["sleep", "inf"], &share(0, 32)).unwrap();
+    let (code, said, error) = check(&cluster, &from_file);
+    assert_eq!(code, Some(11), "{error}");
+    let said = said.unwrap().to_string();
+    assert!(said.contains("default/odd") && said.contains("vcuda-core is missing"), "{said}");
+    cluster.delete_pod("odd").unwrap();
+
+    // Without gpu-manager's file, and with one that is none.
+    let (code, said, error) = check(&cluster, &["--no-checkpoint"]);
+    assert_eq!((code, said.unwrap()["workloads"].as_array().unwrap().len()), (Some(0), 2), "{error}");
+    for text in ["", "{", "[]", "{\"PodGPUMapping\": 5}"] {
+        std::fs::write(&file, text).unwrap();
+        let (code, said, error) = check(&cluster, &from_file);
+        assert!(
+            code == Some(1) && said.is_none() && error.contains("no checkpoint of gpu-manager"),
+            "{text:?}: {error}"
+        );
+    }
+    std::fs::remove_file(&file).unwrap();
+    let (code, _, error) = check(&cluster, &from_file);
+    assert!(code == Some(1) && error.contains("--no-checkpoint"), "{error}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
 async fn the_manifests_are_accepted_by_the_api_server() {

@@ -32,7 +32,7 @@ use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
 
 pub(crate) use self::events::{Events, Said};
 
-use self::books::PodOnNode;
+use self::books::{Containers, PodOnNode};
 use crate::expected::Expected;
 
 /// First and longest pause after a failure.
@@ -111,6 +111,9 @@ struct Session {
     /// Pods on this node, by the UID that kubelet knows them by.
     pods: BTreeMap<String, PodOnNode>,
     pods_read: bool,
+    /// Where the shares of this node's pods are, as it was read last; none where something may have changed since. A
+    /// node tells of many events of its pods, and of few changes of their shares.
+    bound: Option<BTreeMap<String, Containers>>,
     /// Everything was once as it should be.
     in_step: bool,
     told_cordon: Option<String>,
@@ -126,6 +129,7 @@ impl Session {
             annotation: None,
             pods: BTreeMap::new(),
             pods_read: false,
+            bound: None,
             in_step: false,
             told_cordon: None,
         }
@@ -146,8 +150,14 @@ impl Session {
                 Some(event) = pods.next() => self.pod_event(event),
                 // Their senders live as long as this process.
                 Ok(()) = ports.gpus.changed() => Ok(()),
-                Ok(()) = ports.shares.changed() => Ok(()),
-                _ = tick.tick() => Ok(()),
+                Ok(()) = ports.shares.changed() => {
+                    self.bound = None;
+                    Ok(())
+                }
+                _ = tick.tick() => {
+                    self.bound = None;
+                    Ok(())
+                }
             };
             let wanted = ports.gpus.borrow_and_update().clone();
             let written = async {
@@ -239,11 +249,16 @@ impl Session {
         if !self.pods_read {
             return Ok(());
         }
-        let folder = self.shares.clone();
-        // What cannot be read now is read at the next tick.
-        let Ok(Ok(shares)) = task::spawn_blocking(move || Shares::read(&folder)).await else { return Ok(()) };
-        let bound = books::by_pod(&shares);
-        let expected = books::expected(&self.pods, &bound);
+        if self.bound.is_none() {
+            let folder = self.shares.clone();
+            // What cannot be read now is read at the next event.
+            let Ok(Ok(shares)) = task::spawn_blocking(move || Shares::read(&folder)).await else {
+                return Ok(());
+            };
+            self.bound = Some(books::by_pod(&shares));
+        }
+        let Some(bound) = &self.bound else { return Ok(()) };
+        let expected = books::expected(&self.pods, bound);
         expect.send_if_modified(|last| {
             let changed = **last != expected;
             if changed {
@@ -252,8 +267,8 @@ impl Session {
             changed
         });
         for (uid, containers) in bound {
-            let Some(pod) = self.pods.get_mut(&uid) else { continue };
-            let Some(placement) = books::corrected(pod.placement.as_deref(), &containers) else { continue };
+            let Some(pod) = self.pods.get_mut(uid) else { continue };
+            let Some(placement) = books::corrected(pod.placement.as_deref(), containers) else { continue };
             let text = placement.to_string();
             // The UID makes it fail where another pod has the name by now.
             let change = json!({ "metadata": {

@@ -208,6 +208,44 @@ async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
 
 #[tokio::test]
 #[ignore = "needs root: device nodes"]
+async fn memory_errors_that_ecc_cannot_correct_keep_shares_off_their_gpu() {
+    let node = Node::new();
+    let module = Module::load(&node, 2);
+    // What happened before anybody looked is the past's: the counter starts with the driver.
+    module.happens(&["ecc", "--gpu", "0", "7"]);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+
+    module.happens(&["ecc", "--gpu", "1", "1"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(Some(1))).await;
+    }
+    daemon.says("memory errors that could not be corrected");
+    let refused = core.allocate(vec![devices[100].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("XID 48"), "{refused}");
+    core.allocate(vec![devices[0].id.clone()]).await.unwrap();
+    // No further one, so it comes back by itself.
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(None)).await;
+    }
+
+    // Where the memory waits to be retired it does not, however quiet it is.
+    module.happens(&["ecc", "--gpu", "1", "--retires", "0"]);
+    core.devices_where(sick(Some(1))).await;
+    let refused = core.allocate(vec![devices[100].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("nvidia-smi --gpu-reset"), "{refused}");
+    module.happens(&["reset", "--gpu", "1"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(None)).await;
+    }
+    core.allocate(vec![devices[100].id.clone()]).await.unwrap();
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
 async fn a_missing_device_node_and_missing_files_keep_shares_off_until_they_are_back() {
     let node = Node::new();
     let _module = Module::load(&node, 2);

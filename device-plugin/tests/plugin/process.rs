@@ -13,9 +13,36 @@ use crate::daemon::{Node, verdict};
 #[test]
 fn help_names_the_exit_codes() {
     let node = Node::new();
-    for arguments in [&["--help"][..], &["run", "--help"]] {
+    for arguments in [
+        &["--help"][..],
+        &["run", "--help"],
+        &["explain", "--help"],
+        &["migrate", "--help"],
+        &["set", "--help"],
+    ] {
         let help = String::from_utf8(node.run(arguments).stdout).unwrap();
         assert!(help.contains("Exit codes:") && help.contains("another device plugin"), "{help}");
+    }
+}
+
+#[test]
+fn what_cannot_be_answered_says_so_by_its_exit_code() {
+    let node = Node::new();
+    for (arguments, expected, text) in [
+        (&["migrate"][..], 2, "--check"),
+        (&["migrate", "--check", "--checkpoint", "/x", "--no-checkpoint"], 2, "cannot be used with"),
+        (&["migrate", "--check"], 4, "the NVIDIA driver cannot be used"),
+        (&["explain"], 2, "--core"),
+        (&["explain", "--core", "150"], 10, "neither below 100"),
+        (&["explain", "--core", "20", "--memory", "4"], 1, "inventory.json"),
+        (&["explain", "ns/nobody"], 1, "nobody"),
+        (&["nonsense"], 2, "nonsense"),
+        (&["status", "-o", "yaml"], 2, "yaml"),
+    ] {
+        let output = node.run(arguments);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(expected), "{arguments:?}: {said}");
+        assert!(said.contains(text) && output.stdout.is_empty(), "{arguments:?}: {said}");
     }
 }
 

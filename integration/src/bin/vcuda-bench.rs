@@ -1,6 +1,6 @@
 //! What vcuda costs when a pod is created: the same pods with it and without it, turn by turn in one run, so that
-//! what else the machine does hits both alike; with `share`, what shares of a GPU's time are worth. Started by
-//! `integration/bench`.
+//! what else the machine does hits both alike; with `pods`, many of them at once on a real cluster; with `share`, what
+//! shares of a GPU's time are worth. Started by `integration/bench`.
 
 #![forbid(unsafe_code)]
 
@@ -12,6 +12,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use integration::{
+    burst,
     cache::Line,
     host::Options,
     node::Node,
@@ -37,6 +38,7 @@ struct Arguments {
 /// What else there is to measure.
 #[derive(Subcommand)]
 enum Other {
+    Pods(burst::Arguments),
     Share(share::Arguments),
 }
 
@@ -91,6 +93,7 @@ impl Spread {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = match &arguments.other {
+        Some(Other::Pods(arguments)) => burst::run(arguments),
         Some(Other::Share(arguments)) => share::run(arguments),
         None => tokio::runtime::Runtime::new()
             .context("tokio")

@@ -99,6 +99,24 @@ enum Event {
         #[arg(long, default_value = "0")]
         gpu: String,
     },
+    /// Memory errors that ECC cannot correct; no event tells of them.
+    Ecc {
+        /// The GPU, by index or UUID.
+        #[arg(long, default_value = "0")]
+        gpu: String,
+        /// The memory waits to be retired.
+        #[arg(long)]
+        retires: bool,
+        /// How many more.
+        #[arg(default_value_t = 1)]
+        errors: u64,
+    },
+    /// The GPU is reset: it counts memory errors from nought, and has retired what was to be.
+    Reset {
+        /// The GPU, by index or UUID.
+        #[arg(long, default_value = "0")]
+        gpu: String,
+    },
     /// Switches MIG mode.
     Mig {
         /// The GPU, by index or UUID.
@@ -138,6 +156,8 @@ impl From<Event> for Command {
             Event::Xid { gpu, code } => Self::Xid { gpu, code },
             Event::Lose { gpu } => Self::Lose { gpu },
             Event::Recover { gpu } => Self::Recover { gpu },
+            Event::Ecc { gpu, errors, retires } => Self::Ecc { gpu, errors, retires },
+            Event::Reset { gpu } => Self::Reset { gpu },
             Event::Mig { gpu, mode } => Self::Mig { gpu, on: mode == "on" },
             Event::Show => Self::Show,
         }

@@ -54,7 +54,7 @@ pub const CEILINGS_DEEP: usize = 4;
 /// Events that are remembered.
 pub const EVENTS: usize = 256;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"simgpud3");
+const MAGIC: u64 = u64::from_le_bytes(*b"simgpud4");
 
 /// One GPU.
 #[repr(C, align(64))]
@@ -64,6 +64,10 @@ pub struct Gpu {
     pub lost: AtomicU32,
     /// MIG mode.
     pub mig: AtomicU32,
+    /// Memory errors that could not be corrected: since the last reset, and ever.
+    pub errors: [AtomicU64; 2],
+    /// Whether memory with errors waits to be retired.
+    pub retires: AtomicU32,
     used: AtomicU64,
     /// What it is.
     pub facts: Facts,

@@ -1,6 +1,10 @@
-//! Clocks, power, temperature, PCIe, ECC: the figures of a healthy GPU with nothing to do.
+//! Clocks, power, temperature, PCIe: the figures of a healthy GPU with nothing to do. ECC: the errors that the daemon
+//! was told to let happen.
 
-use std::ffi::{c_int, c_void};
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::Ordering::SeqCst,
+};
 
 use crate::{
     device::{Device, find},
@@ -128,7 +132,9 @@ api! {
         if error > 1 || counter > 1 {
             return Err(INVALID_VALUE);
         }
-        constant(device, count, 0)
+        // NVML_MEMORY_ERROR_TYPE_CORRECTED: those that are corrected do not happen here.
+        let errors = &find(device)?.gpu().errors;
+        count.put(if error == 0 { 0 } else { errors[counter as usize].load(SeqCst) })
     }
 
     fn nvmlDeviceGetDetailedEccErrors(device: Device, error: u32, counter: u32, counts: Out<[u64; 4]>) {
@@ -157,7 +163,9 @@ api! {
         constant(device, count, 0)
     }
 
-    fn nvmlDeviceGetRetiredPagesPendingStatus(device: Device, pending: Out<u32>) { constant(device, pending, 0) }
+    fn nvmlDeviceGetRetiredPagesPendingStatus(device: Device, pending: Out<u32>) {
+        pending.put(find(device)?.gpu().retires.load(SeqCst))
+    }
 
     fn nvmlDeviceGetRemappedRows(
         device: Device, correctable: Out<u32>, uncorrectable: Out<u32>, pending: Out<u32>, failed: Out<u32>

@@ -212,6 +212,24 @@ fn events_reach_who_registered_for_them() {
 }
 
 #[test]
+fn memory_errors_count_until_the_gpu_is_reset() {
+    let driver = Driver::start(MACHINE);
+    let nvml = driver.nvml().unwrap();
+    let errors =
+        |at: u32, kind, since| nvml.device_by_index(at).unwrap().total_ecc_errors(kind, since).unwrap();
+    let [now, ever] = [EccCounter::Volatile, EccCounter::Aggregate];
+    driver.happen(&daemon::Command::Ecc { gpu: "1".into(), errors: 2, retires: false });
+    driver.happen(&daemon::Command::Ecc { gpu: "1".into(), errors: 1, retires: true });
+    let found = |at| [errors(at, MemoryError::Uncorrected, now), errors(at, MemoryError::Uncorrected, ever)];
+    assert_eq!([found(0), found(1)], [[0, 0], [3, 3]]);
+    assert_eq!(errors(1, MemoryError::Corrected, ever), 0);
+    let waits = |at| nvml.device_by_index(at).unwrap().are_pages_pending_retired().unwrap();
+    assert_eq!([waits(0), waits(1)], [false, true]);
+    driver.happen(&daemon::Command::Reset { gpu: "1".into() });
+    assert_eq!((found(1), waits(1)), ([0, 3], false));
+}
+
+#[test]
 fn a_gpu_that_fell_off_the_bus_is_lost_until_it_is_back() {
     let driver = Driver::start(MACHINE);
     let nvml = driver.nvml().unwrap();

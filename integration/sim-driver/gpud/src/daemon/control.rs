@@ -52,6 +52,20 @@ pub enum Command {
         /// The GPU.
         gpu: String,
     },
+    /// Memory errors that ECC cannot correct. As on a node where XIDs are not reported, no event tells of them.
+    Ecc {
+        /// The GPU.
+        gpu: String,
+        /// How many more.
+        errors: u64,
+        /// Whether the memory waits to be retired.
+        retires: bool,
+    },
+    /// The GPU is reset: it counts memory errors from nought, and has retired what was to be.
+    Reset {
+        /// The GPU.
+        gpu: String,
+    },
     /// Switches MIG mode.
     Mig {
         /// The GPU.
@@ -110,6 +124,18 @@ impl Control<'_> {
                 self.state.happen(gpu, XID, FALLEN_OFF);
             }
             Command::Recover { gpu } => self.state.gpus[self.find(gpu)?].lost.store(0, SeqCst),
+            Command::Ecc { gpu, errors, retires } => {
+                let gpu = &self.state.gpus[self.find(gpu)?];
+                for count in &gpu.errors {
+                    count.fetch_add(*errors, SeqCst);
+                }
+                gpu.retires.fetch_or(u32::from(*retires), SeqCst);
+            }
+            Command::Reset { gpu } => {
+                let gpu = &self.state.gpus[self.find(gpu)?];
+                gpu.errors[0].store(0, SeqCst);
+                gpu.retires.store(0, SeqCst);
+            }
             Command::Mig { gpu, on } => {
                 let gpu = self.find(gpu)?;
                 if self.state.gpus[gpu].facts.mig_capable == 0 {

@@ -1,0 +1,306 @@
+//! Many pods at once to one node, and how long it takes until all are scheduled and all run: with shares and without,
+//! turn by turn on one cluster.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead, BufReader},
+    process::{Child, Command, Stdio},
+    sync::mpsc::{self, Receiver, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Cluster, SCHEDULER_NAME},
+    driver::Wanted,
+    host::Options,
+};
+
+/// Until all pods run. HAMi#1367: 40 took a quarter of an hour.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// What the shares' GPUs hold together: 20 shares of 5 core each.
+const PER_GPU: usize = 20;
+
+/// Creates pods at once on a real cluster of one node, with shares and without, and compares the times.
+#[derive(Args)]
+pub struct Arguments {
+    /// Pods that come at once.
+    #[arg(long, default_value_t = 40)]
+    pods: usize,
+    /// How many times each kind of burst is made.
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// Prints one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What pods of a burst are like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    /// No share, the cluster's own scheduler.
+    Plain,
+    /// A share each, the cluster's own scheduler: the node picks the GPU.
+    Unscheduled,
+    /// A share each, and vcuda-scheduler picks the GPU.
+    Share,
+}
+
+impl Kind {
+    const ALL: [Self; 3] = [Self::Plain, Self::Unscheduled, Self::Share];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Unscheduled => "unscheduled",
+            Self::Share => "share",
+        }
+    }
+
+    fn described(self) -> &'static str {
+        match self {
+            Self::Plain => "no share",
+            Self::Unscheduled => "share, placed by the node",
+            Self::Share => "share, placed by vcuda-scheduler",
+        }
+    }
+}
+
+/// How one burst went.
+#[derive(Clone, Debug)]
+pub struct Burst {
+    /// Until the last pod had its node.
+    pub scheduled: Duration,
+    /// Until the last pod ran.
+    pub running: Duration,
+    /// Processor time that each part of the cluster took until then, in seconds.
+    pub cpu: BTreeMap<&'static str, f64>,
+}
+
+/// Creates `count` pods at once, waits until all run, and deletes them.
+pub async fn burst(cluster: &mut Cluster, name: &str, kind: Kind, count: usize) -> Result<Burst> {
+    let limits = match kind {
+        Kind::Plain => json!({}),
+        Kind::Unscheduled | Kind::Share => {
+            json!({"tencent.com/vcuda-core": 5, "tencent.com/vcuda-memory": 4})
+        }
+    };
+    let label = format!("burst={name}");
+    let pods: Vec<Value> = (0..count)
+        .map(|n| {
+            let mut pod =
+                Cluster::pod_of(&format!("{name}-{n}"), cluster.image(), &["sleep", "inf"], &limits);
+            pod["metadata"]["labels"] = json!({"burst": name});
+            if kind == Kind::Share {
+                pod["spec"]["schedulerName"] = SCHEDULER_NAME.into();
+            }
+            pod
+        })
+        .collect();
+    let watch = Watch::start(cluster.kubectl_command(), &label)?;
+    let before = cpu(cluster)?;
+    let begun = Instant::now();
+    let list = json!({"apiVersion": "v1", "kind": "List", "items": pods});
+    cluster.kubectl(&["create", "-f", "-"], Some(&list))?;
+    let (scheduled, running) = watch.follow(count, begun).with_context(|| {
+        let events = ["get", "events", "-o", "custom-columns=P:.involvedObject.name,M:.message"];
+        cluster.kubectl(&events, None).unwrap_or_default()
+    })?;
+    let mut cpu = cpu(cluster)?;
+    for (part, seconds) in &mut cpu {
+        *seconds -= before.get(part).copied().unwrap_or_default();
+    }
+    let shares = if kind == Kind::Plain { 0 } else { count };
+    ensure!(cluster.vcuda.shares().len() == shares, "{name}: {} shares", cluster.vcuda.shares().len());
+    cluster.kubectl(&["delete", "pods", "-l", &label, "--wait=true", "--timeout=600s"], None)?;
+    cluster
+        .wait_until("no share is on record", PATIENCE, |cluster| cluster.vcuda.shares().is_empty())
+        .await?;
+    Ok(Burst { scheduled, running, cpu })
+}
+
+/// Seconds of processor time of each part so far. What they start (containers, and what makes them) is not in it.
+fn cpu(cluster: &mut Cluster) -> Result<BTreeMap<&'static str, f64>> {
+    let tick = rustix::param::clock_ticks_per_second() as f64;
+    let of = |process: u32| -> Result<f64> {
+        let stat = fs::read_to_string(format!("/proc/{process}/stat"))?;
+        // After the name, which may hold anything, the state is the first field.
+        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
+        let at = |field: usize| fields.get(field).and_then(|text| text.parse::<f64>().ok());
+        Ok((at(11).context("no utime")? + at(12).context("no stime")?) / tick)
+    };
+    let parts = cluster.parts()?;
+    parts.into_iter().map(|(name, process)| Ok((name, of(process)?))).collect()
+}
+
+/// `kubectl get --watch`: a line for each change of a pod, with its node and its phase.
+struct Watch {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Watch {
+    fn start(mut kubectl: Command, label: &str) -> Result<Self> {
+        let columns = "custom-columns=POD:.metadata.name,NODE:.spec.nodeName,PHASE:.status.phase";
+        kubectl.args(["get", "pods", "-l", label, "--watch", "--no-headers", "-o", columns]);
+        let mut child = kubectl.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+        let output = BufReader::new(child.stdout.take().context("kubectl has no stdout")?);
+        let (send, lines) = mpsc::channel();
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if send.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Self { child, lines })
+    }
+
+    /// How long after `begun` the last of `count` pods had a node, and ran.
+    fn follow(&self, count: usize, begun: Instant) -> Result<(Duration, Duration)> {
+        let mut seen: BTreeMap<String, (bool, bool)> = BTreeMap::new();
+        let mut all_scheduled = None;
+        loop {
+            let left = PATIENCE.saturating_sub(begun.elapsed());
+            let line = match self.lines.recv_timeout(left) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => {
+                    let run = seen.values().filter(|(_, runs)| *runs).count();
+                    bail!("{run} of {count} pods run after {PATIENCE:?}");
+                }
+                Err(RecvTimeoutError::Disconnected) => bail!("kubectl's watch ended"),
+            };
+            let mut words = line.split_whitespace();
+            let (Some(pod), Some(node), Some(phase)) = (words.next(), words.next(), words.next()) else {
+                bail!("kubectl said {line:?}");
+            };
+            let runs = phase == "Running";
+            seen.insert(pod.into(), (node != "<none>", runs));
+            let all = |test: fn(&(bool, bool)) -> bool| seen.values().filter(|it| test(it)).count() >= count;
+            if all_scheduled.is_none() && all(|it| it.0) {
+                all_scheduled = Some(begun.elapsed());
+            }
+            if all(|it| it.1) {
+                return Ok((all_scheduled.unwrap_or_default(), begun.elapsed()));
+            }
+        }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The figures of one kind of burst.
+#[derive(Serialize)]
+struct Line {
+    kind: Kind,
+    /// Medians, in seconds.
+    scheduled_s: f64,
+    running_s: f64,
+    /// Slowest round, in seconds.
+    slowest_s: f64,
+    /// Median of the rounds' ratios to the burst without shares of the same round.
+    ratio: f64,
+    /// Processor time of each part, in seconds, mean of a burst.
+    cpu_s: BTreeMap<&'static str, f64>,
+}
+
+#[derive(Serialize)]
+struct Figures {
+    pods: usize,
+    rounds: usize,
+    bursts: Vec<Line>,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+///
+/// The cluster does not come up, or pods do not run.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let runtime = tokio::runtime::Runtime::new().context("tokio")?;
+    let figures = runtime.block_on(measure(arguments))?;
+    if arguments.json {
+        println!("{}", serde_json::to_string_pretty(&figures)?);
+        return Ok(());
+    }
+    println!("{} pods at once to one node, {} rounds, seconds", figures.pods, figures.rounds);
+    println!("{:<34} {:>9} {:>9} {:>9} {:>7}", "", "scheduled", "running", "slowest", "ratio");
+    for line in &figures.bursts {
+        let Line { kind, scheduled_s, running_s, slowest_s, ratio, .. } = line;
+        println!(
+            "{:<34} {scheduled_s:>9.2} {running_s:>9.2} {slowest_s:>9.2} {ratio:>7.3}",
+            kind.described()
+        );
+    }
+    println!("processor time until all ran, seconds");
+    let parts: Vec<&str> = figures.bursts.iter().flat_map(|line| line.cpu_s.keys().copied()).collect();
+    let parts: std::collections::BTreeSet<&str> = parts.into_iter().collect();
+    for part in parts {
+        let all = figures.bursts.iter().map(|line| {
+            format!("{:>12} {:>6.2}", line.kind.name(), line.cpu_s.get(part).copied().unwrap_or_default())
+        });
+        println!("  {part:<26} {}", all.collect::<Vec<_>>().join(" "));
+    }
+    Ok(())
+}
+
+async fn measure(arguments: &Arguments) -> Result<Figures> {
+    let binaries = Cluster::binaries()
+        .context("KUBE_BIN_DIR must name the folder with kubelet and its peers: integration/kube/build.sh")?;
+    let gpus = u32::try_from(arguments.pods.div_ceil(PER_GPU).max(1))?;
+    let options = Options { driver: Wanted::Simulated(gpus), ..Options::from_env()? };
+    let mut cluster = Cluster::with_scheduler(&binaries, &options).await?;
+    let mut bursts: BTreeMap<&str, Vec<Burst>> = BTreeMap::new();
+    // What is done for the first time is slower, so the first round does not count.
+    for round in 0..=arguments.rounds {
+        let mut kinds = Kind::ALL;
+        // Whoever comes first in a round has an advantage or a drawback: each has it in turn.
+        kinds.rotate_left(round % Kind::ALL.len());
+        for kind in kinds {
+            let name = format!("{}-{round}", kind.name());
+            let burst = burst(&mut cluster, &name, kind, arguments.pods).await?;
+            eprintln!("bench: {name}: scheduled {:.1?}, running {:.1?}", burst.scheduled, burst.running);
+            if round > 0 {
+                bursts.entry(kind.name()).or_default().push(burst);
+            }
+        }
+    }
+    let plain: Vec<f64> = bursts["plain"].iter().map(|burst| burst.running.as_secs_f64()).collect();
+    let line = |kind: Kind| {
+        let bursts = &bursts[kind.name()];
+        let seconds = |of: fn(&Burst) -> Duration| bursts.iter().map(move |burst| of(burst).as_secs_f64());
+        let running: Vec<f64> = seconds(|burst| burst.running).collect();
+        let mut cpu_s: BTreeMap<&'static str, f64> = BTreeMap::new();
+        for (part, taken) in bursts.iter().flat_map(|burst| &burst.cpu) {
+            *cpu_s.entry(part).or_default() += taken / bursts.len() as f64;
+        }
+        Line {
+            kind,
+            scheduled_s: median(seconds(|burst| burst.scheduled).collect()),
+            slowest_s: running.iter().copied().fold(0.0, f64::max),
+            ratio: median(running.iter().zip(&plain).map(|(with, without)| with / without).collect()),
+            running_s: median(running),
+            cpu_s,
+        }
+    };
+    let bursts = Kind::ALL.map(line).into();
+    Ok(Figures { pods: arguments.pods, rounds: arguments.rounds, bursts })
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
