@@ -6,7 +6,6 @@ use anyhow::{Context, Result};
 use tonic::transport::Endpoint;
 use vcuda_config::{DeviceId, GpuUuid};
 
-#[expect(missing_docs, reason = "generated from proto/podresources.proto, which says what each is")]
 mod api {
     tonic::include_proto!("v1");
 }

@@ -19,6 +19,9 @@ fn chosen(node: &str, gpus: &str) -> Value {
     })
 }
 
+/// What is on a pod of the node of that name.
+type Annotations = dyn Fn(&str) -> Value;
+
 /// The same with something else in one place.
 fn changed(node: &str, gpus: &str, key: &str, value: &str) -> Value {
     let mut annotations = chosen(node, gpus);
@@ -34,7 +37,7 @@ async fn what_gpu_admission_placed_counts_where_it_is_and_anything_doubtful_ever
     let name = |n: usize| format!("half-{n}");
     let long = "1,".repeat(20_000);
     // Annotations of the pod on the node of that number, and the GPU that is left for another.
-    let cases: Vec<(Box<dyn Fn(&str) -> Value>, Option<u8>)> = vec![
+    let cases: Vec<(Box<Annotations>, Option<u8>)> = vec![
         (Box::new(|node| chosen(node, "0")), Some(1)),
         (Box::new(|node| chosen(node, "1")), Some(0)),
         // gpu-manager has started it.

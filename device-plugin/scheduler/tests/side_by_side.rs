@@ -18,7 +18,7 @@
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, BinaryHeap},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use scheduler::{BoundPod, Claim, Cluster, ContainerDemand, Demand, Role, Wanted, holds_of_bound};
@@ -393,7 +393,7 @@ fn production(seed: u64, pods: u64, gap: u64) -> Vec<Pod> {
         // Between two known points it grows as a power of itself.
         let way = (part as f64 / 100.0 - p0 as f64) / (p1 - p0) as f64;
         let stay = t0 as f64 * (t1 as f64 / t0 as f64).powf(way);
-        Pod { core, units: units_of(core), from, to: from + 1 + stay as u64 }
+        Pod { core, units: units_of(core), from, to: from + 1 + Duration::from_secs_f64(stay).as_secs() }
     };
     (0..pods).map(pod).collect()
 }
@@ -417,10 +417,11 @@ fn recorded(text: &str, times: u64) -> Result<Vec<Pod>, String> {
         let fields: Vec<&str> = line.split(',').map(str::trim).collect();
         let field = |at: usize| fields.get(at).copied().filter(|text| !text.is_empty());
         // Some tools write whole numbers as `12.0`.
-        let amount = |at: usize| match field(at).map(|text| text.parse::<f64>()) {
+        let whole = |text: &str| text.split_once('.').map_or(text, |(whole, _)| whole).parse::<u32>();
+        let amount = |at: usize| match field(at).map(whole) {
             None => Ok(None),
-            Some(Ok(amount)) if (0.0..1e12).contains(&amount) => Ok(Some(amount as u64)),
-            Some(_) => Err(format!("line {number}: {:?} is no amount", fields[at])),
+            Some(Ok(amount)) => Ok(Some(u64::from(amount))),
+            Some(Err(_)) => Err(format!("line {number}: {:?} is no amount", fields[at])),
         };
         let (Some(gpus), Some(milli)) = (amount(gpus)?, amount(milli)?) else { continue };
         let (Some(from), Some(to)) = (amount(from)?, amount(to)?) else { continue };

@@ -133,8 +133,8 @@ api! {
             return Err(INVALID_VALUE);
         }
         // NVML_MEMORY_ERROR_TYPE_CORRECTED: those that are corrected do not happen here.
-        let errors = &find(device)?.gpu().errors;
-        count.put(if error == 0 { 0 } else { errors[counter as usize].load(SeqCst) })
+        let found = find(device)?;
+        count.put(if error == 0 { 0 } else { found.gpu().errors[counter as usize].load(SeqCst) })
     }
 
     fn nvmlDeviceGetDetailedEccErrors(device: Device, error: u32, counter: u32, counts: Out<[u64; 4]>) {
