@@ -33,7 +33,8 @@ const DAMAGES: [(&str, Damage); 6] = [
     }),
     ("of another version", |path| {
         let text = fs::read(path)?;
-        let mut other = String::from_utf8_lossy(&text).replace("\"version\": 1", "\"version\": 7").into_bytes();
+        let mut other =
+            String::from_utf8_lossy(&text).replace("\"version\": 1", "\"version\": 7").into_bytes();
         other = String::from_utf8_lossy(&other).replace("\"version\":1", "\"version\":7").into_bytes();
         if other == text {
             // No JSON: the version is a number near the start.
