@@ -563,7 +563,8 @@ fn no_stream_of_pods_is_placed_worse_than_by_gpu_manager_or_hami() {
             // A GPU that is filled to the brim leaves a rest that no share takes; less than the whole GPUs that it
             // saves.
             let useful = |it: &Figures| 100.0 * it.whole_free - it.stranded;
-            if serves_as_much && useful(&ours) < useful(&it) * same {
+            let all_core = (NODES * GPUS * 100) as f64;
+            if serves_as_much && useful(&ours) < useful(&it) - all_core * (1.0 - same) {
                 worse.push(format!("{what}: {} core useful, {} by {name}", useful(&ours), useful(&it)));
             }
         }
