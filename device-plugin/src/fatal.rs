@@ -68,7 +68,7 @@ impl Fatal {
         1  the system refused something, or there is no state to show\n  \
         2  wrong command line\n  \
         3  the node file is wrong or missing\n  \
-        4  no NVIDIA driver (only with --fail-without-driver)\n  \
+        4  no NVIDIA driver (only with --fail-without-driver, and from migrate)\n  \
         5  no GPU to offer (only with --fail-without-driver)\n  \
         6  another device plugin runs on this node\n  \
         7  a folder cannot be written (CDI specs, state, or run)\n  \
