@@ -7,6 +7,8 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::OnceLock,
+    thread,
+    time::{Duration, Instant},
 };
 
 use crate::daemon::{Daemon, Node, verdict};
@@ -37,6 +39,9 @@ fn programs() -> &'static Path {
     })
 }
 
+/// A module that does not answer by then never will.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// The simulated kernel module under a node's driver root.
 struct Module {
     root: PathBuf,
@@ -57,6 +62,11 @@ impl Module {
     }
 
     fn happens(&self, what: &[&str]) {
+        // It may just have been started.
+        let deadline = Instant::now() + PATIENCE;
+        while !self.root.join("run/sim-gpud/control").exists() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(10));
+        }
         let mut command = Command::new(programs().join("sim-gpud"));
         assert!(command.arg("ctl").arg("--root").arg(&self.root).args(what).status().unwrap().success());
     }
