@@ -67,6 +67,7 @@ impl Node {
             let trouble =
                 reason.or_else(|| control_trouble.clone()).or(node_trouble).or_else(|| seen.trouble.clone());
             let memory_units = memory_units(seen.total_bytes, policy.reserved_mib);
+            inventory.capabilities.extend(seen.capability.map(|capability| (seen.uuid.clone(), capability)));
             inventory.gpus.push(Gpu {
                 uuid: seen.uuid.clone(),
                 name: seen.name.clone(),
@@ -146,6 +147,8 @@ impl Node {
             }
             let reason =
                 found.silent.clone().unwrap_or_else(|| "NVML lists it no more; see the kernel log".into());
+            let capability = before.inventory.capabilities.get(&gpu.uuid);
+            self.inventory.capabilities.extend(capability.map(|of| (gpu.uuid.clone(), *of)));
             self.inventory.gpus.push(Gpu { healthy: false, ..gpu.clone() });
             self.gpus.push(OfferedGpu { trouble: Some(format!("it is lost: {reason}")), ..offered.clone() });
         }
@@ -227,6 +230,7 @@ mod tests {
             name: "H100".into(),
             minor: n.into(),
             total_bytes: 81559 << 20,
+            capability: Some(90),
             numa_node: Some(0),
             pci_bus_id: format!("00000000:{n:02x}:00.0"),
             mig: false,
@@ -251,6 +255,16 @@ mod tests {
 
     fn node(found: &Found, root: &Path, policy: &GpuPolicy, before: Option<&Node>) -> Node {
         Node::new(found, root, policy, "boot", before)
+    }
+
+    #[test]
+    fn what_nvml_says_of_a_gpus_capability_outlives_the_gpu() {
+        let root = root(&ALL);
+        let both = found(vec![seen(1), SeenGpu { capability: None, ..seen(2) }]);
+        let before = node(&both, root.path(), &GpuPolicy::default(), None);
+        assert_eq!(before.inventory.capabilities, BTreeMap::from([(uuid(1), 90)]));
+        let after = node(&found(vec![]), root.path(), &GpuPolicy::default(), Some(&before));
+        assert_eq!(after.inventory.capabilities, before.inventory.capabilities);
     }
 
     #[test]

@@ -99,6 +99,8 @@ pub struct SeenGpu {
     pub minor: u32,
     /// Memory in bytes.
     pub total_bytes: u64,
+    /// Compute capability without the dot, 80 for 8.0, where NVML tells it.
+    pub capability: Option<u32>,
     /// NUMA node.
     pub numa_node: Option<u32>,
     /// PCI address.
@@ -369,11 +371,19 @@ fn see(device: &Device<'_>) -> Result<Option<SeenGpu>, NvmlError> {
         name: device.name()?,
         minor: device.minor_number()?,
         total_bytes: device.memory_info()?.total,
+        capability: capability(device),
         numa_node: sysfs_numa_node(pci.domain, pci.bus, pci.device).or_else(|| nvml_numa_node(device)),
         pci_bus_id: pci.bus_id,
         mig,
         trouble: None,
     }))
+}
+
+/// Nothing is refused for want of it.
+fn capability(device: &Device<'_>) -> Option<u32> {
+    let told = device.cuda_compute_capability().ok()?;
+    let (major, minor) = (u32::try_from(told.major).ok()?, u32::try_from(told.minor).ok()?);
+    (major > 0 && minor < 10).then(|| major.saturating_mul(10) + minor)
 }
 
 /// How these GPUs are connected, as it was at that time.

@@ -218,6 +218,52 @@ async fn an_image_that_the_node_has_seen_is_known_by_its_layers() {
     node.assert_empty().await;
 }
 
+/// What `vcuda-check` says on this node: its exit code and its report.
+fn check_node(node: &Node, args: &[&str]) -> (Option<i32>, serde_json::Value) {
+    let mut check = std::process::Command::new(node.vcuda.file().paths.install.join("bin/vcuda-check"));
+    check.args(args).args(["-o", "json", "--config"]).arg(node.vcuda.config());
+    let output = check.arg("--containerd-state").arg(node.folder().join("state")).output().unwrap();
+    let report = serde_json::from_slice(&output.stdout);
+    (output.status.code(), report.unwrap_or_else(|error| panic!("{error}: {output:?}")))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn running_shares_are_checked_as_they_run() {
+    let mut node = node().await.unwrap();
+    let fit = node.kubelet.run(&Pod::new("fit", asks(Container::new("main", node.image())))).await.unwrap();
+    let (code, rows) = check_node(&node, &["matrix", "--running"]);
+    assert_eq!((code, rows.as_array().unwrap().len()), (Some(0), 1), "{rows}");
+    assert_eq!(rows[0]["subject"], "pod default/fit, container main");
+    let report = &rows[0]["reports"][0];
+    assert_eq!((&report["verdict"], report["driver"].is_string()), (&"fits".into(), true), "{report}");
+
+    // By the beginning of its ID; the shim and the driver that are mounted into it are none of the image's.
+    let (code, report) = check_node(&node, &["container", &fit.id("main")[..12]]);
+    assert_eq!((code, &report["verdict"]), (Some(0), &"fits".into()), "{report}");
+    assert_eq!(report["findings"], serde_json::json!([]), "{report}");
+
+    // One that runs because the node says so is told all the same, and the others with it.
+    node.import(&Image::busybox("local/busybox:1")).unwrap();
+    node.vcuda.change(|file| file.images.policy = Policy::Warn).unwrap();
+    let unfit = Pod::new("unfit", Container::new("main", "local/busybox:1").share(10, 4));
+    let unfit = node.kubelet.run(&unfit).await.unwrap();
+    let (code, rows) = check_node(&node, &["matrix", "--running", "--gpu", "9.0"]);
+    let mut verdicts: Vec<_> =
+        rows.as_array().unwrap().iter().map(|row| row["reports"][0]["verdict"].as_str().unwrap()).collect();
+    verdicts.sort_unstable();
+    assert_eq!((code, verdicts.as_slice()), (Some(1), &["does-not-fit", "fits"][..]), "{rows}");
+
+    // What GPUs there are is NVML's word.
+    let inventory = ledger::Inventory::load(&node.vcuda.file().paths.inventory()).unwrap();
+    let capabilities: Vec<_> = inventory.capabilities.values().copied().collect();
+    assert_eq!(capabilities, vec![90; inventory.gpus.len()]);
+    for running in [&fit, &unfit] {
+        node.kubelet.delete(running).await.unwrap();
+    }
+    node.assert_empty().await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
 async fn the_guard_goes_by_the_node_file_that_the_daemons_were_given() {

@@ -20,7 +20,8 @@ use thiserror::Error;
 use vcuda_config::{ImagePolicy, MemoryFloor, Paths, Policy, annotation};
 
 use crate::{
-    compat::{Finding, Severity, fatbin::compute_capability, files::Trouble, start::Command},
+    compat::{Finding, Severity, files::Trouble, start::Command},
+    node::capability,
     rootfs::Rootfs,
     scans::Scans,
     verdicts,
@@ -294,7 +295,7 @@ fn verify_image(
     let node = |reason: String| Refusal::Node { who: Who::of(record), reason };
     let scans = Scans::below(&paths.state);
     let bound = inventory.gpus.iter().filter(|gpu| record.gpus.iter().any(|bound| bound.uuid == gpu.uuid));
-    let gpus = bound.filter_map(|gpu| compute_capability(&gpu.name)).collect();
+    let gpus = bound.filter_map(|gpu| capability(inventory, gpu)).collect();
     let looked =
         image::look(&scans, rootfs, &container.command, &paths.shim(), &inventory.driver.version, &gpus).map_err(|Trouble(reason)| {
             node(format!(

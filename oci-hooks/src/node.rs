@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use ledger::Inventory;
+use ledger::{Gpu, Inventory};
 use serde::{Deserialize, Serialize};
 use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, NodeFile, Paths};
 
@@ -19,6 +19,7 @@ use crate::compat::{
     check::Verdict,
     cuda::{Covered, Driver, function},
     elf::{Depth, Version},
+    fatbin::compute_capability,
     files::{Trouble, host_file, host_read},
 };
 
@@ -151,6 +152,12 @@ pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path
         gpus,
         findings,
     }
+}
+
+/// The compute capability of one of the node's GPUs, without the dot: what NVML said of it, else what its model is known
+/// to have.
+pub fn capability(inventory: &Inventory, gpu: &Gpu) -> Option<u32> {
+    inventory.capabilities.get(&gpu.uuid).copied().or_else(|| compute_capability(&gpu.name))
 }
 
 fn check_shim(paths: &Paths, driver: Option<&Driver>, findings: &mut Vec<Finding>) {

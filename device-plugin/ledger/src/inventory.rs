@@ -1,6 +1,7 @@
 //! What the device plugin found on this node, written for the NRI plugin, which must not touch NVML.
 
 use std::{
+    collections::BTreeMap,
     io,
     path::{Path, PathBuf},
 };
@@ -36,6 +37,9 @@ pub struct Inventory {
     /// GPUs that an administrator has cordoned: they take no new share. Some may not be on offer.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cordoned: Vec<GpuUuid>,
+    /// What NVML says of which code a GPU runs: its compute capability without the dot, 80 for 8.0.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub capabilities: BTreeMap<GpuUuid, u32>,
 }
 
 /// The driver's libraries, as a container will see them.
@@ -123,6 +127,7 @@ impl Inventory {
             gpus,
             groups: Vec::new(),
             cordoned: Vec::new(),
+            capabilities: BTreeMap::new(),
         }
     }
 

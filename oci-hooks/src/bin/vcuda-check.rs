@@ -18,7 +18,6 @@ use oci_hooks::{
         Finding, Severity, archive,
         check::{self, Limits, Node, Report, Seen, Verdict},
         cuda::Driver,
-        fatbin::compute_capability,
         files::Files,
         start::Command,
         survey::Survey,
@@ -113,7 +112,7 @@ enum What {
         #[arg(long, value_name = "FILE")]
         shim: Option<PathBuf>,
         /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
-        /// node's GPUs, as far as their models are known.
+        /// node's GPUs.
         #[arg(long, value_name = "N.N", value_parser = capability)]
         gpu: Vec<u32>,
         #[command(flatten)]
@@ -146,7 +145,7 @@ struct Against {
     #[arg(long, value_name = "FILE")]
     shim: Option<PathBuf>,
     /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
-    /// node's GPUs, as far as their models are known.
+    /// node's GPUs.
     #[arg(long, value_name = "N.N", value_parser = capability)]
     gpu: Vec<u32>,
 }
@@ -386,9 +385,11 @@ fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>, gpus: &[u32
         None => Driver::find(&file.paths.driver_root, None).ok(),
     };
     node.gpus = if gpus.is_empty() {
-        let inventory = Inventory::load(&file.paths.inventory());
-        let models = inventory.into_iter().flat_map(|inventory| inventory.gpus);
-        models.filter_map(|gpu| compute_capability(&gpu.name)).collect()
+        let inventory = Inventory::load(&file.paths.inventory()).ok();
+        let of = |inventory: &Inventory| {
+            inventory.gpus.iter().filter_map(|gpu| node::capability(inventory, gpu)).collect()
+        };
+        inventory.as_ref().map(of).unwrap_or_default()
     } else {
         gpus.iter().copied().collect()
     };

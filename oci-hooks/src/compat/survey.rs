@@ -325,6 +325,19 @@ impl Survey {
 
     fn judge_gpu_code(&self, gpus: &BTreeSet<u32>, driver: Option<&Driver>, findings: &mut Vec<Finding>) {
         let capability = |gpu: u32| format!("{}.{}", gpu / 10, gpu % 10);
+        if let (Some((path, _)), true) =
+            (self.gpu_code.kept.iter().min_by_key(|(path, _)| path), gpus.is_empty())
+        {
+            findings.push(
+                Finding::info(
+                    "gpu-unknown",
+                    format!("it has code for some GPUs{}, and no GPU is known to compare with", others(self.gpu_code.count)),
+                    "whether its kernels run there is left open",
+                    "name the GPUs with --gpu, or run it on a node whose vcuda-device-plugin has written its inventory",
+                )
+                .at(path),
+            );
+        }
         for gpu in gpus {
             let that = |serves: Serves| {
                 let mut paths: Vec<_> =

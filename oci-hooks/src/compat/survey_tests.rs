@@ -205,6 +205,14 @@ fn code_for_other_gpus_and_ptx_that_the_driver_cannot_compile_are_told() {
         image
     };
     let judged = |parts: &[(u16, u32)], cuda| judge(&code(parts), Some(&driver(cuda, &["cuInit"])), &[]);
+    let unknown = code(&[(2, 80)]).judge(Against {
+        driver: Some(&driver(12_040, &["cuInit"])),
+        covered: &Covered::default(),
+        machine: MACHINE,
+        started: None,
+        gpus: &BTreeSet::new(),
+    });
+    assert_eq!(unknown.iter().map(|finding| finding.id).collect::<Vec<_>>(), ["gpu-unknown"]);
     // The GPU is of 8.0, PTX 8.7 came with CUDA 12.8.
     assert!(judged(&[(2, 80), (1, 90)], 12_040).is_empty());
     assert_eq!(judged(&[(2, 86), (1, 90)], 12_040), [("gpu-code-none", Severity::Warn)]);

@@ -178,6 +178,17 @@ fn what_others_than_root_may_change_is_refused() {
 }
 
 #[test]
+fn a_gpus_capability_is_what_nvml_says_before_what_its_model_has() {
+    let mut inventory = Inventory::load(&Node::new().file.paths.inventory()).unwrap();
+    let of = |inventory: &Inventory| capability(inventory, &inventory.gpus[0]);
+    assert_eq!(of(&inventory), None, "no model of that name");
+    inventory.gpus[0].name = "NVIDIA A100".into();
+    assert_eq!(of(&inventory), Some(80), "from a file of before NVML was asked");
+    inventory.capabilities.insert(inventory.gpus[0].uuid.clone(), 103);
+    assert_eq!(of(&inventory), Some(103));
+}
+
+#[test]
 fn functions_of_the_driver_that_the_shim_does_not_know_are_told() {
     if !as_root() {
         return;
