@@ -55,53 +55,17 @@ flock 9
 
 # The C library of the machine itself, and runc for it: runc of a newer release needs a newer C library.
 host=${VERSION_CODENAME:?}
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-releases=$(printf '%s\n' "$host" bullseye bookworm trixie forky | sort -u)
-
-apt_root="$cache/apt"
-apt_options=(
-    -o "Dir::Etc=$apt_root/etc" -o "Dir::State=$apt_root/state" -o "Dir::State::status=$apt_root/state/status"
-    -o "Dir::Cache=$apt_root/cache" -o Acquire::Languages=none -o Acquire::Retries=3
-    -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false -o APT::Sandbox::User=root
-)
-
-# Lists of all four releases, from the mirror of the machine's own sources.
-update_lists() {
-    [ -e "$apt_root/updated" ] && return
-    [ -e "$keyring" ] || die "$keyring is missing; install debian-archive-keyring"
-    local mirror release
-    mirror() { apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian' | sed -n 1p; }
-    mirror=$(mirror)
-    if [ -z "$mirror" ]; then
-        apt-get update -qq >/dev/null || die "apt-get update fails; see to this machine's apt sources"
-        mirror=$(mirror)
-    fi
-    [ -n "$mirror" ] || die "this machine's apt sources name no Debian mirror; add one"
-    say "reading package lists of $(echo $releases)"
-    mkdir -p "$apt_root"/{etc/{apt.conf.d,preferences.d},state/lists/partial,cache/archives/partial}
-    : >"$apt_root/state/status"
-    for release in $releases; do
-        echo "deb [arch=amd64 signed-by=$keyring] $mirror $release main"
-    done >"$apt_root/etc/sources.list"
-    apt-get "${apt_options[@]}" update -qq >&2 || die "the package lists cannot be read from the Debian mirror; is the network there?"
-    : >"$apt_root/updated"
-}
+apt=$(dirname "$(readlink -f "$0")")/apt.sh
 
 # unpack FOLDER RELEASE PACKAGE...: the packages of that release, laid into $cache/FOLDER.
 unpack() {
     local folder="$cache/$1" release=$2
     shift 2
     [ -e "$folder/.complete" ] && [ "$(cat "$folder/.complete")" = "$*" ] && return
-    update_lists
     say "unpacking $* of $release"
     rm -rf "$folder" "$folder.part"
-    mkdir -p "$folder.part/debs"
-    (
-        cd "$folder.part/debs"
-        apt-get "${apt_options[@]}" download -qq "${@/%//$release}" >&2
-        for deb in *.deb; do dpkg-deb -x "$deb" ..; done
-    ) || die "$* of $release cannot be fetched; run it again"
-    rm -rf "$folder.part/debs"
+    mkdir -p "$folder.part"
+    VCUDA_CACHE=$cache "$apt" unpack "$folder.part" "$release" "$@" || exit 1
     echo "$*" >"$folder.part/.complete"
     mv "$folder.part" "$folder"
 }

@@ -8,51 +8,27 @@
 # VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
 set -euo pipefail
 
-cache=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}/real
+shared=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}
+cache=$shared/real
+apt=$(dirname "$(readlink -f "$0")")/../../integration/apt.sh
 say() { printf '\033[2m%s\033[0m\n' "fetch: $*" >&2; }
 die() { printf 'fetch: %s\n' "$*" >&2; exit 1; }
 mkdir -p "$cache"
 exec 9>"$cache/.lock"
 flock 9
 
-apt_root=$cache/apt
-apt_options=(
-    -o "Dir::Etc=$apt_root/etc" -o "Dir::State=$apt_root/state" -o "Dir::State::status=$apt_root/state/status"
-    -o "Dir::Cache=$apt_root/cache" -o Acquire::Languages=none -o Acquire::Retries=3
-    -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false -o APT::Sandbox::User=root
-)
-update_lists() {
-    [ -e "$apt_root/updated" ] && return
-    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg mirror release
-    [ -e "$keyring" ] || die "$keyring is missing; install debian-archive-keyring"
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian' | sed -n 1p)
-    [ -n "$mirror" ] || die "this machine's apt sources name no Debian mirror, or apt-get update was never run"
-    mkdir -p "$apt_root"/{etc/{apt.conf.d,preferences.d},state/lists/partial,cache/archives/partial}
-    : >"$apt_root/state/status"
-    for release in bookworm trixie experimental; do
-        echo "deb [arch=amd64 signed-by=$keyring] $mirror $release non-free"
-    done >"$apt_root/etc/sources.list"
-    apt-get "${apt_options[@]}" update -qq >&2 || die "the package lists cannot be read from the Debian mirror"
-    : >"$apt_root/updated"
-}
-
 # driver MAJOR RELEASE PACKAGE...: the driver's libraries in $cache/driver-MAJOR, beside each other.
 driver() {
     local folder=$cache/driver-$1 release=$2
     shift 2
     [ -e "$folder/.complete" ] && return
-    update_lists
     say "unpacking $* of $release"
     rm -rf "$folder" "$folder.part"
-    mkdir -p "$folder.part/debs"
-    (
-        cd "$folder.part/debs"
-        apt-get "${apt_options[@]}" download -qq "${@/%//$release}" >&2
-        for deb in *.deb; do dpkg-deb -x "$deb" ../tree; done
-        find ../tree ! -type d \( -name 'libcuda.so.*.*' -o -name 'libnvidia-ml.so.*.*' -o -name nvidia-smi \) \
-            ! -type l -exec cp -a {} "$folder.part/" \;
-    ) || die "$* of $release cannot be fetched; run it again"
-    rm -rf "$folder.part/debs" "$folder.part/tree"
+    mkdir -p "$folder.part/tree"
+    VCUDA_CACHE=$shared "$apt" unpack "$folder.part/tree" "$release" "$@" || exit 1
+    find "$folder.part/tree" -type f \( -name 'libcuda.so.*.*' -o -name 'libnvidia-ml.so.*.*' -o -name nvidia-smi \) \
+        -exec cp -a -t "$folder.part" {} +
+    rm -rf "$folder.part/tree"
     touch "$folder.part/.complete"
     mv "$folder.part" "$folder"
 }
