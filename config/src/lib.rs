@@ -9,6 +9,7 @@ mod gpu_admission;
 mod grant;
 mod node_file;
 mod node_gpus;
+mod path;
 mod pod_placement;
 mod request;
 
@@ -20,6 +21,7 @@ pub use node_file::{
     NodeFileError, NriSettings, Paths, Policy, Resources,
 };
 pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
+pub use path::plain;
 pub use pod_placement::{PodPlacement, PodPlacementError};
 pub use request::{Request, RequestError};
 

@@ -1,12 +1,12 @@
 //! What a container with a share gets: device nodes, the shim and where it is found, limits and usage, and the
 //! annotation that the guard looks for. Pure functions; binding and files are elsewhere.
 
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use ledger::{DeviceNode, Inventory, ShareFolder, ShareRecord};
 use protobuf::MessageField;
 use region::place;
-use vcuda_config::{Paths, annotation};
+use vcuda_config::{Paths, annotation, plain};
 
 use crate::wire::{
     Container, ContainerAdjustment, KeyValue, LinuxContainerAdjustment, LinuxDevice, Mount, OptionalUInt32,
@@ -113,7 +113,7 @@ pub fn unenforceable(
     }
     let ours = mounts(inventory, folder, paths);
     for mount in &container.mounts {
-        let destination = plain(&mount.destination);
+        let destination = plain(Path::new(&mount.destination));
         if ours.iter().any(|(to, ..)| *to == destination) {
             return Some(format!(
                 "it has a mount of its own at {}, where vcuda mounts its control file; remove that volume mount",
@@ -153,21 +153,6 @@ fn device(node: &DeviceNode) -> LinuxDevice {
 /// Paths of ours come from the node file and the inventory, both of which are text.
 fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
-}
-
-/// A path as Go's `filepath.Clean` would have it, which is how the runtime compares mounts.
-fn plain(path: &str) -> PathBuf {
-    let mut plain = PathBuf::from("/");
-    for part in Path::new(path).components() {
-        match part {
-            Component::Normal(name) => plain.push(name),
-            Component::ParentDir => {
-                plain.pop();
-            }
-            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
-        }
-    }
-    plain
 }
 
 fn shown(text: &str) -> String {

@@ -15,7 +15,8 @@ use oci_hooks::{
 };
 use rustix::fs::{MemfdFlags, memfd_create};
 
-const LIMITS: Limits = Limits { entries: 10_000, bytes: 8 << 20, time: Duration::from_secs(5) };
+const LIMITS: Limits =
+    Limits { entries: 10_000, bytes: 8 << 20, memory: 32 << 20, time: Duration::from_secs(5) };
 
 /// A program or library.
 pub fn elf(bytes: &[u8]) {

@@ -32,13 +32,15 @@ pub struct Limits {
     pub entries: u64,
     /// Bytes of all layers together, decompressed.
     pub bytes: u64,
+    /// Bytes of memory for what is noted of all files; a hundred for one, some thousand for a library.
+    pub memory: u64,
     /// Time.
     pub time: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { entries: 2_000_000, bytes: 64 << 30, time: Duration::from_secs(300) }
+        Self { entries: 2_000_000, bytes: 64 << 30, memory: 512 << 20, time: Duration::from_secs(300) }
     }
 }
 
@@ -99,13 +101,14 @@ struct Meter<'a> {
     start: Instant,
     entries: Cell<u64>,
     bytes: Cell<u64>,
+    memory: Cell<u64>,
     progress: RefCell<&'a mut dyn FnMut(u64)>,
 }
 
 impl<'a> Meter<'a> {
     fn new(limits: Limits, progress: &'a mut dyn FnMut(u64)) -> Self {
-        let (entries, bytes) = (Cell::new(0), Cell::new(0));
-        Self { limits, start: Instant::now(), entries, bytes, progress: RefCell::new(progress) }
+        let [entries, bytes, memory] = [0, 0, 0].map(Cell::new);
+        Self { limits, start: Instant::now(), entries, bytes, memory, progress: RefCell::new(progress) }
     }
 
     fn entry(&self) -> io::Result<()> {
@@ -116,6 +119,17 @@ impl<'a> Meter<'a> {
         }
         if entries > self.limits.entries {
             return Err(io::Error::other(format!("the image has more than {} entries", self.limits.entries)));
+        }
+        Ok(())
+    }
+
+    fn keep(&self, bytes: usize) -> io::Result<()> {
+        self.memory.set(self.memory.get().saturating_add(bytes as u64));
+        if self.memory.get() > self.limits.memory {
+            let most = self.limits.memory;
+            return Err(io::Error::other(format!(
+                "what there is to note of its files takes more than {most} bytes"
+            )));
         }
         Ok(())
     }

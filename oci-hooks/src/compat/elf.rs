@@ -120,6 +120,16 @@ impl Elf {
         self.needed.iter().any(|needed| needed.starts_with(name))
     }
 
+    /// Bytes that it takes in memory, about.
+    pub fn weight(&self) -> usize {
+        let lists = [&self.needed, &self.defines, &self.imports, &self.exports].into_iter().flatten();
+        let pairs = self.needs.iter().flat_map(|(library, version)| [library, version]);
+        let single = [&self.interpreter, &self.soname, &self.rpath, &self.runpath].into_iter().flatten();
+        let texts: usize =
+            lists.chain(pairs).chain(single).map(|text| text.len() + size_of::<String>()).sum();
+        size_of::<Self>() + texts
+    }
+
     /// The newest `<prefix>a.b` among the versions it defines.
     pub fn newest_defined(&self, prefix: &str) -> Option<Version> {
         self.defines.iter().filter_map(|name| name.strip_prefix(prefix)).filter_map(Version::parse).max()

@@ -105,6 +105,13 @@ impl Facts {
         if let Kind::Elf(elf, _) = &self.kind { Some(elf) } else { None }
     }
 
+    /// Bytes that they take in memory, about.
+    pub fn weight(&self) -> usize {
+        let names = self.texts().into_iter().flat_map(|texts| &texts.names);
+        let texts: usize = names.map(|name| name.len() + 2 * size_of::<String>()).sum();
+        size_of::<Self>() + self.elf().map_or(0, Elf::weight) + texts
+    }
+
     /// The texts that were found in it.
     pub fn texts(&self) -> Option<&Texts> {
         if let Kind::Elf(_, texts) = &self.kind { texts.as_deref() } else { None }

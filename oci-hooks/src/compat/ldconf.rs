@@ -7,7 +7,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{files::Files, loader::plain};
+use vcuda_config::plain;
+
+use super::files::Files;
 
 /// The file.
 pub const CONF: &str = "/etc/ld.so.conf";

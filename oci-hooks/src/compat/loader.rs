@@ -6,8 +6,10 @@ use std::{
     cell::OnceCell,
     ffi::OsStr,
     os::unix::ffi::OsStrExt,
-    path::{Component, Path, PathBuf},
+    path::{Path, PathBuf},
 };
+
+use vcuda_config::plain;
 
 use super::{
     elf::{Depth, Elf},
@@ -210,22 +212,6 @@ fn expand(folder: &str, origin: Option<&Path>, machine: u16) -> Vec<String> {
         }
     }
     texts
-}
-
-/// `path` without `.` and `..`, so that files can be looked up below a root. Where a folder before `..` is a
-/// symlink the kernel would go elsewhere; no search path seen relies on that.
-pub fn plain(path: &Path) -> PathBuf {
-    let mut plain = PathBuf::from("/");
-    for part in path.components() {
-        match part {
-            Component::Normal(name) => plain.push(name),
-            Component::ParentDir => {
-                plain.pop();
-            }
-            Component::RootDir | Component::CurDir | Component::Prefix(_) => {}
-        }
-    }
-    plain
 }
 
 #[cfg(test)]

@@ -13,6 +13,8 @@ pub mod elf;
 pub(crate) mod elf_maker;
 pub mod fatbin;
 pub mod files;
+#[cfg(test)]
+mod hostile_tests;
 pub mod ldconf;
 pub mod loader;
 pub mod start;

@@ -11,12 +11,13 @@
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use vcuda_config::plain;
 
 use super::{
     Finding,
     elf::{Depth, Elf, Version},
     files::{Facts, Files, Kind, Trouble, in_folder},
-    loader::{Loader, plain},
+    loader::Loader,
 };
 
 /// What the shim asks of an image, told from its own file.

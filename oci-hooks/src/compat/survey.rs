@@ -20,6 +20,12 @@ use super::{
 /// Files of one kind that are kept by name; beyond it they are only counted.
 const KEPT: usize = 2_000;
 
+/// Driver functions to which files are linked that are kept, of all files together; beyond it files are counted only.
+const KEPT_IMPORTS: usize = 50_000;
+
+/// `PATH_MAX`: no program can name what lies deeper.
+const MAX_PATH: usize = 4096;
+
 /// Names that one finding shows.
 const SHOWN: usize = 5;
 
@@ -98,6 +104,10 @@ pub struct Against<'a> {
 impl Survey {
     /// Takes what is known of one file.
     pub fn take(&mut self, path: &Path, facts: &Facts) {
+        if path.as_os_str().len() > MAX_PATH {
+            let short: PathBuf = path.iter().take(4).collect();
+            return self.take_unreadable(&short, "its path is longer than any".into());
+        }
         self.files += 1;
         self.bytes += facts.size;
         let here = || path.to_owned();
@@ -133,8 +143,15 @@ impl Survey {
             self.runtimes.push((here(), runtime));
         }
         if elf.needs_library("libcuda.so") || elf.needs_library("libnvidia-ml.so") {
-            let imports = elf.imports.iter().filter(|name| !name.starts_with("dl")).cloned().collect();
-            self.linked.push(Linked { path: here(), bind_now: elf.bind_now, imports });
+            let known = |name: &&String| function(name).is_some() || name.starts_with("nvml");
+            let imports: BTreeSet<&String> = elf.imports.iter().filter(known).collect();
+            let kept: usize = self.linked.kept.iter().map(|linked| linked.imports.len()).sum();
+            if kept + imports.len() <= KEPT_IMPORTS {
+                let imports = imports.into_iter().cloned().collect();
+                self.linked.push(Linked { path: here(), bind_now: elf.bind_now, imports });
+            } else {
+                self.linked.count += 1;
+            }
         }
         let kernel_driver = texts.is_some_and(|texts| texts.kernel_driver);
         if elf.is_static() && is_program(path) {

@@ -11,7 +11,9 @@ use std::{
 
 use serde::Deserialize;
 
-use super::{super::loader::plain, ArchiveError};
+use vcuda_config::plain;
+
+use super::ArchiveError;
 
 /// Files in an archive: a few a layer.
 const MAX_PARTS: usize = 100_000;

@@ -14,13 +14,13 @@ use ruzstd::decoding::{
     BlockDecodingStrategy, FrameDecoder,
     errors::{FrameDecoderError, ReadFrameHeaderError},
 };
+use vcuda_config::plain;
 
 use super::{
     super::{
         elf::{Depth, ElfError},
         files::{Facts, Kind, Trouble},
         ldconf,
-        loader::plain,
     },
     Meter,
     index::Part,
@@ -198,6 +198,7 @@ fn entries(reader: Metered<'_, '_, impl Read>) -> io::Result<Layer> {
         }
         let Names { path, target, opaque } = std::mem::take(&mut names);
         let path = plain(&path.map_or_else(|| entry.path().map(Cow::into_owned), Ok)?);
+        meter.keep(path.as_os_str().len() + size_of::<(PathBuf, Node)>())?;
         if whiteout(&path, &mut layer) {
             continue;
         }
@@ -216,6 +217,7 @@ fn entries(reader: Metered<'_, '_, impl Read>) -> io::Result<Layer> {
                 let mode = entry.header().mode().unwrap_or(0) & 0o7777;
                 let size = entry.size();
                 let (facts, contents) = file(&mut entry, &path, mode, size)?;
+                meter.keep(facts.weight() + contents.as_ref().map_or(0, Vec::len))?;
                 Node::File(facts, contents)
             }
             _ => Node::Special,

@@ -293,6 +293,48 @@ fn bombs_end_at_the_limit_and_leave_the_answer_open() {
 }
 
 #[test]
+fn what_is_noted_of_many_files_is_bounded() {
+    let limits = Limits { memory: 64 << 10, ..Limits::default() };
+    let long = format!("{}/", "d".repeat(90)).repeat(10);
+    let names = (0..100).fold(base(), |tar, n| tar.file(&format!("{long}{n}"), b"")).done();
+    let kept = base().file("etc/ld.so.cache", &vec![0; 100 << 10]).done();
+    let imports = vec!["cuMemAllocManaged"; 2_000];
+    let library = base().file("opt/liba.so", &Maker { imports, ..Maker::program() }.make()).done();
+    for layer in [names, kept, library] {
+        let report = Archive::oci(&[gzip(&layer)]).check_within(limits).unwrap();
+        assert_eq!(report.verdict, Verdict::Unknown);
+        assert!(report.incomplete.unwrap().contains("takes more than"));
+    }
+    assert_eq!(Archive::oci(&[base().done()]).check_within(limits).unwrap().verdict, Verdict::Fits);
+}
+
+/// A frame may ask its reader for a window of any size.
+#[test]
+fn a_zstd_frame_that_wants_terabytes_of_memory_gets_none() {
+    // Magic, a frame header without size, a window of 2^41 bytes (RFC 8878, 3.1.1.1.2), a block.
+    let layer = [&[0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xf8][..], &[0; 64]].concat();
+    let report = Archive::oci(&[base().done(), layer]).check().unwrap();
+    assert_eq!(report.verdict, Verdict::Unknown);
+    assert!(report.incomplete.unwrap().contains("layer"));
+}
+
+#[test]
+fn whiteouts_of_all_that_is_above_leave_nothing() {
+    for name in [".wh..wh..opq", "./.wh..wh..opq", "usr/../.wh..wh..opq"] {
+        let layer = Tar::new().raw_name(name.as_bytes(), b"").done();
+        let report = Archive::oci(&[base().done(), layer]).check().unwrap();
+        assert_eq!((report.files, report.verdict), (0, Verdict::DoesNotFit), "{name}");
+    }
+    // A folder that the same layer fills goes with its parent, and what the layer brings stays.
+    let layer = Tar::new().file("usr/.wh.lib", b"").file("usr/lib/x", b"").file("usr/lib/.wh.x", b"").done();
+    let report = Archive::oci(&[base().done(), layer]).check().unwrap();
+    assert_eq!((report.files, report.findings[0].id), (2, "libc-none"), "the program and x");
+    // Of the root, by names that mean it.
+    let layer = Tar::new().file(".wh..", b"").file("usr/.wh...", b"").done();
+    assert_eq!(Archive::oci(&[base().done(), layer]).check().unwrap().files, 2);
+}
+
+#[test]
 fn what_is_no_image_is_told_with_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let error = |bytes: &[u8]| {

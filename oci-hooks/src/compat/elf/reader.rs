@@ -1,6 +1,6 @@
 //! Reading the parts of an ELF file that the loader would read, each bounded.
 
-use std::{fs::File, num::NonZeroU64, os::unix::fs::FileExt};
+use std::{cell::Cell, fs::File, num::NonZeroU64, os::unix::fs::FileExt};
 
 use goblin::{
     container::Ctx,
@@ -50,6 +50,15 @@ const USUAL_VERSION_BYTES: u64 = 4 << 10;
 
 /// Libraries that one file may need.
 const MAX_NEEDED: usize = 1024;
+
+/// A library's or version's name, and a search path.
+const MAX_NAME_BYTES: usize = 16 << 10;
+
+/// A function's name; the driver's longest has 60.
+const MAX_SYMBOL_BYTES: usize = 256;
+
+/// All names that are taken from one file; libcuda's exports have 50 KiB.
+const MAX_KEPT_BYTES: usize = 1 << 20;
 
 /// Libraries whose exports matter. The shim has the name of the first.
 const CUDA_LIBRARIES: &[&str] = &["libcuda.so", "libnvidia-ml.so", "libcudart.so"];
@@ -194,7 +203,7 @@ impl<'a> Reader<'a> {
         if size > MAX_STRINGS_BYTES {
             return Err(ElfError::Broken("its table of names is larger than any"));
         }
-        Ok(Some(Strings(self.exactly(self.offset(at)?, size)?)))
+        Ok(Some(Strings::new(self.exactly(self.offset(at)?, size)?)))
     }
 
     fn needs(&self, entries: &Entries<'_>, strings: &Strings) -> Result<Vec<(String, String)>, ElfError> {
@@ -216,7 +225,7 @@ impl<'a> Reader<'a> {
                     if needs.len() == MAX_VERSIONS {
                         return Err(ElfError::Broken("it needs more versions than any"));
                     }
-                    needs.push((library.clone(), strings.get(version.vna_name as u64)?));
+                    needs.push((strings.keep(library.as_bytes())?, strings.get(version.vna_name as u64)?));
                 }
                 if versions < need.vn_cnt {
                     return Ok(false);
@@ -293,13 +302,14 @@ impl<'a> Reader<'a> {
         let bytes = self.exactly(self.offset(at)?, size)?;
         let count = usize::try_from(count).unwrap_or(0);
         for symbol in &Symtab::parse(&bytes, 0, count, self.ctx)? {
-            let name = strings.bytes(symbol.st_name as u64)?;
+            // C++ has names of any length; the driver has not.
+            let Some(name) = strings.bytes(symbol.st_name as u64, MAX_SYMBOL_BYTES)? else { continue };
             if symbol.is_import() {
                 if is_driver_symbol(name) || is_loader_door(name) {
-                    elf.imports.push(String::from_utf8_lossy(name).into_owned());
+                    elf.imports.push(strings.keep(name)?);
                 }
             } else if symbol.st_shndx != 0 && (is_driver_symbol(name) || is_runtime_symbol(name)) {
-                elf.exports.push(String::from_utf8_lossy(name).into_owned());
+                elf.exports.push(strings.keep(name)?);
             }
         }
         Ok(())
@@ -376,7 +386,7 @@ impl<'a> Reader<'a> {
         if names.sh_size > MAX_STRINGS_BYTES {
             return Err(ElfError::Broken("its section names are larger than any"));
         }
-        let names = Strings(self.exactly(names.sh_offset, names.sh_size)?);
+        let names = Strings::new(self.exactly(names.sh_offset, names.sh_size)?);
         headers.into_iter().map(|header| Ok((names.get(header.sh_name as u64)?, header))).collect()
     }
 
@@ -422,21 +432,38 @@ impl Entries<'_> {
     }
 }
 
-struct Strings(Vec<u8>);
+/// A file's names. Many entries may share one, so what is taken of them is bounded, not only what there is.
+struct Strings {
+    bytes: Vec<u8>,
+    left: Cell<usize>,
+}
 
 impl Strings {
-    fn bytes(&self, at: u64) -> Result<&[u8], ElfError> {
-        let rest = usize::try_from(at).ok().and_then(|at| self.0.get(at..));
+    fn new(bytes: Vec<u8>) -> Self {
+        Self { bytes, left: Cell::new(MAX_KEPT_BYTES) }
+    }
+
+    /// The name at that place, if it has at most `most` bytes; no more of it is looked at.
+    fn bytes(&self, at: u64, most: usize) -> Result<Option<&[u8]>, ElfError> {
+        let rest = usize::try_from(at).ok().and_then(|at| self.bytes.get(at..));
         let rest = rest.ok_or(ElfError::Broken("a name in it lies outside of its table of names"))?;
-        Ok(memchr::memchr(0, rest).map_or(rest, |end| &rest[..end]))
+        match memchr::memchr(0, &rest[..rest.len().min(most + 1)]) {
+            Some(end) => Ok(Some(&rest[..end])),
+            None => Ok((rest.len() <= most).then_some(rest)),
+        }
     }
 
     fn get(&self, at: u64) -> Result<String, ElfError> {
-        let bytes = self.bytes(at)?;
-        if bytes.len() as u64 > MAX_INTERPRETER_BYTES * 4 {
-            return Err(ElfError::Broken("a name in it is longer than any"));
+        match self.bytes(at, MAX_NAME_BYTES)? {
+            Some(name) => self.keep(name),
+            None => Err(ElfError::Broken("a name in it is longer than any")),
         }
-        Ok(String::from_utf8_lossy(bytes).into_owned())
+    }
+
+    fn keep(&self, name: &[u8]) -> Result<String, ElfError> {
+        let left = self.left.get().checked_sub(name.len() + size_of::<String>());
+        self.left.set(left.ok_or(ElfError::Broken("it has more names than any"))?);
+        Ok(String::from_utf8_lossy(name).into_owned())
     }
 }
 
