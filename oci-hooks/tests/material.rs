@@ -84,7 +84,7 @@ fn check(args: &[&std::ffi::OsStr]) -> (Value, Option<i32>) {
 
 /// Pieces that `get` brings only when it is asked for the large ones.
 const LARGE: &[&str] =
-    &["numba", "cupy-12", "jax-12", "jax-pjrt-12", "nccl-12", "cublas-12", "cudnn-12", "torch"];
+    &["numba", "cupy-12", "jax-12", "jax-pjrt-12", "nccl-12", "cublas-12", "cudnn-12", "torch", "torch-12.4"];
 
 #[test]
 #[ignore = "needs root, and tests/material/get"]
