@@ -101,7 +101,8 @@ fn whatever_stands_in_the_place_of_a_file_that_is_read_is_told_and_never_waited_
     let outside = tempfile::tempdir().unwrap();
     fs::write(outside.path().join("secret"), Maker::glibc(&["GLIBC_2.99"]).make()).unwrap();
     let out = format!("../../../../../../../../../..{}", outside.path().join("secret").display());
-    let kinds: [(&str, Box<dyn Fn(&Path)>); 8] = [
+    type Put = Box<dyn Fn(&Path)>;
+    let kinds: [(&str, Put); 8] = [
         ("FIFO", Box::new(|at| mknodat(CWD, at, FileType::Fifo, Mode::from_raw_mode(0o644), 0).unwrap())),
         ("socket", Box::new(|at| drop(UnixListener::bind(at).unwrap()))),
         ("folder", Box::new(|at| fs::create_dir(at).unwrap())),
