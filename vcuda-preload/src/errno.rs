@@ -16,9 +16,3 @@ impl Drop for Keep {
         unsafe { *libc::__errno_location() = self.0 };
     }
 }
-
-/// A number of the calling thread that no other living thread of the process has; never 0.
-pub(crate) fn thread() -> u64 {
-    // SAFETY: every thread has an `errno`, at a place of its own.
-    unsafe { libc::__errno_location() as u64 }
-}

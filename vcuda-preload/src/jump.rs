@@ -81,7 +81,8 @@ resolver!(cuda);
 resolver!(nvml);
 
 /// Exports a launch: while the process may launch at any time, a jump to the driver's function that counts; else, and with
-/// every sixty-fourth launch, a jump to `$held`, which has the same arguments.
+/// every sixty-fourth launch, a jump to `$held`, which has the same arguments. One thread counts for itself, without a
+/// locked instruction, which would take longer than all the rest.
 #[cfg(target_arch = "x86_64")]
 macro_rules! launches {
     ($symbol:ident, $held:path) => {
@@ -90,31 +91,47 @@ macro_rules! launches {
         pub(crate) unsafe extern "C" fn $symbol() {
             // r10, r11 and rax belong to whoever is between a caller and a function that is not variadic.
             std::arch::naked_asm!(
-                "mov r11, qword ptr [rip + {state}]",
-                "test r11, r11",
-                "je 2f",
+                "mov r11, qword ptr [rip + {free}]",
+                "mov rax, qword ptr fs:[0]",
+                "cmp rax, qword ptr [r11 + {counts_alone}]",
+                "jne 2f",
                 "mov rax, qword ptr [r11 + {lease}]",
-                "test rax, rax",
-                "je 2f",
                 // Another lease, another answer.
                 "mov rax, qword ptr [rax]",
                 "cmp rax, qword ptr [r11 + {until}]",
-                "jne 2f",
-                "mov r11, qword ptr [r11 + {launches}]",
-                "mov r10, qword ptr [r11]",
-                "test r10b, 63",
-                "je 2f",
+                "jne 3f",
+                "mov r11, qword ptr [r11 + {launches_of_one}]",
+                "test byte ptr [r11], 63",
+                "je 3f",
                 "mov rax, qword ptr [rip + {slots} + 8 * {index}]",
                 "test rax, rax",
-                "je 2f",
+                "je 3f",
+                "inc qword ptr [r11]",
+                "jmp rax",
+                // The same of another thread.
+                "2:",
+                "mov rax, qword ptr [r11 + {lease}]",
+                "test rax, rax",
+                "je 3f",
+                "mov rax, qword ptr [rax]",
+                "cmp rax, qword ptr [r11 + {until}]",
+                "jne 3f",
+                "mov r11, qword ptr [r11 + {launches}]",
+                "test byte ptr [r11], 63",
+                "je 3f",
+                "mov rax, qword ptr [rip + {slots} + 8 * {index}]",
+                "test rax, rax",
+                "je 3f",
                 "lock inc qword ptr [r11]",
                 "jmp rax",
-                "2:",
+                "3:",
                 "jmp {held}",
-                state = sym crate::state::STATE,
-                lease = const std::mem::offset_of!(crate::state::State, pacing.lease),
-                until = const std::mem::offset_of!(crate::state::State, pacing.until),
-                launches = const std::mem::offset_of!(crate::state::State, pacing.launches),
+                free = sym crate::pace::FREE,
+                counts_alone = const std::mem::offset_of!(crate::pace::Free, counts_alone),
+                lease = const std::mem::offset_of!(crate::pace::Free, lease),
+                until = const std::mem::offset_of!(crate::pace::Free, until),
+                launches = const std::mem::offset_of!(crate::pace::Free, launches),
+                launches_of_one = const std::mem::offset_of!(crate::pace::Free, launches_of_one),
                 slots = sym crate::real::cuda::SLOTS,
                 index = const crate::real::cuda::index::$symbol,
                 held = sym $held,
@@ -123,6 +140,18 @@ macro_rules! launches {
     };
 }
 pub(crate) use launches;
+
+/// A number of the calling thread that no other living thread of the process has; never 0: its thread pointer, whose first
+/// word points to itself (ELF TLS, variant II).
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn thread() -> u64 {
+    let pointer;
+    // SAFETY: every thread has one.
+    unsafe {
+        std::arch::asm!("mov {}, qword ptr fs:[0]", out(reg) pointer, options(pure, readonly, nostack, preserves_flags));
+    }
+    pointer
+}
 
 /// `void *dlsym(void *handle, const char *symbol)`. RTLD_NEXT and RTLD_DEFAULT mean something else for every caller,
 /// so where the answer is the C library's, it must be asked by a jump and not by a call.

@@ -6,7 +6,7 @@ use std::{
     ptr::NonNull,
     sync::atomic::{
         AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
-        Ordering::{AcqRel, Acquire},
+        Ordering::{AcqRel, Acquire, Release},
     },
 };
 
@@ -19,7 +19,7 @@ use crate::{
     errno,
     lock::Locked,
     map::Map,
-    pace::Pacing,
+    pace::{self, Pacing},
 };
 
 /// Devices whose place in the share is remembered.
@@ -91,7 +91,11 @@ fn create() -> Option<NonNull<State>> {
     }
     let new = new.cast::<State>();
     match STATE.compare_exchange(std::ptr::null_mut(), new.as_ptr(), AcqRel, Acquire) {
-        Ok(_) => Some(new),
+        Ok(_) => {
+            // SAFETY: mapped for good.
+            pace::FREE.store(unsafe { &raw mut (*new.as_ptr()).pacing.free }, Release);
+            Some(new)
+        }
         Err(theirs) => {
             // SAFETY: nobody has seen this one.
             unsafe { libc::munmap(new.as_ptr().cast(), size_of::<State>()) };

@@ -99,13 +99,17 @@ pub(crate) struct Slot {
     pub pid_namespace: AtomicU64,
     /// Differs from the program that the process ran before its last exec.
     pub program: AtomicU64,
-    /// Kernel launches.
+    /// Kernel launches, but for those in `launches_of_one`.
     pub launches: AtomicU64,
     /// Time that launches were held back, in nanoseconds.
     pub throttled_ns: AtomicU64,
     /// Per GPU: CLOCK_MONOTONIC in nanoseconds since when work of the process is under way that is not counted; 0 if none.
     pub open_since_ns: [AtomicU64; MAX_GPUS],
-    _reserved: [AtomicU64; 10],
+    _reserved: [AtomicU64; 2],
+    /// Kernel launches of one of its threads, which needs no locked instruction to count here. On another cache line
+    /// than those of all others.
+    pub launches_of_one: AtomicU64,
+    _reserved_too: [AtomicU64; 7],
     /// Per GPU: see `account::Held`.
     pub held: [AtomicPair; MAX_GPUS],
 }
@@ -154,6 +158,7 @@ mod tests {
         assert_eq!((offset_of!(GpuTotal, charged_ns), offset_of!(GpuTotal, waiting_ns)), (80, 88));
         assert_eq!(offset_of!(GpuTotal, done_ns), 96);
         assert_eq!(offset_of!(Slot, open_since_ns), 48);
-        assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, held)), (32, 256));
+        assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, launches_of_one)), (32, 192));
+        assert_eq!(offset_of!(Slot, held), 256);
     }
 }

@@ -141,6 +141,7 @@ impl UsageReader {
         self.file.read_exact_at(&mut text, at as u64)?;
         let add = |sum: &mut u64, at| *sum = sum.saturating_add(word(&text, at));
         add(&mut snapshot.launches, std::mem::offset_of!(Slot, launches));
+        add(&mut snapshot.launches, std::mem::offset_of!(Slot, launches_of_one));
         add(&mut snapshot.throttled_ns, std::mem::offset_of!(Slot, throttled_ns));
 
         if !locks {
@@ -195,7 +196,8 @@ mod tests {
         usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
         assert_eq!(usage.take(me, 1, 2 << 20, 4 << 20), Err(Refused));
         usage.count_refusal(1);
-        usage.counters(me).0.fetch_add(5, std::sync::atomic::Ordering::Relaxed);
+        usage.counters(me).0.fetch_add(3, std::sync::atomic::Ordering::Relaxed);
+        usage.launches_of_one(me).store(2, std::sync::atomic::Ordering::Relaxed);
 
         let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();
         // A process's own locks never show to itself; tests/processes.rs looks from another one.

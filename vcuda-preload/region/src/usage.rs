@@ -206,6 +206,11 @@ impl Usage {
         (&slot.launches, &slot.throttled_ns)
     }
 
+    /// Another counter of launches of `me`, which only one thread of the process may change. It only grows.
+    pub fn launches_of_one(&self, me: Process) -> &std::sync::atomic::AtomicU64 {
+        &self.file.slots[me.slot].launches_of_one
+    }
+
     pub(crate) fn file(&self) -> &UsageFile {
         &self.file
     }

@@ -18,11 +18,11 @@ use std::{
     },
 };
 
-use region::{MAX_GPUS, Process, Terms};
+use region::{MAX_GPUS, Process, Terms, Usage};
 
 use crate::{
     cuda::types::{CUDA_SUCCESS, Context, Result, Stream},
-    errno,
+    errno, jump,
     lock::Locked,
     real::driver,
     share::{CU_STREAM_PER_THREAD, Share, share},
@@ -42,15 +42,67 @@ const REAP_EVERY_NS: u64 = 50_000_000;
 /// What pacing knows in a process. All zero at first.
 #[repr(C)]
 pub(crate) struct Pacing {
-    /// While the process may launch at any time: the word of `limits` that changes with the next lease; else null.
-    pub lease: AtomicPtr<AtomicU64>,
-    /// What is in that word if there is no other lease.
-    pub until: AtomicU64,
-    /// Where launches are counted.
-    pub launches: AtomicPtr<AtomicU64>,
+    pub free: Free,
     /// A bit for each GPU with work under way.
     active: AtomicU64,
     gates: [Locked<Paced>; MAX_GPUS],
+}
+
+/// What a launch looks at first (`jump::launches`): whether it may just go.
+#[repr(C, align(64))]
+pub(crate) struct Free {
+    /// Number of the thread that counts in `launches_of_one`; 0 as long as there is none. Once there is, it stays the same,
+    /// and all below is set.
+    pub counts_alone: AtomicU64,
+    /// The word of `limits` that changes with the next lease; null before the first.
+    pub lease: AtomicPtr<AtomicU64>,
+    /// What is in that word while launches may go at any time; else [`NEVER`].
+    pub until: AtomicU64,
+    /// Where launches are counted.
+    pub launches: AtomicPtr<AtomicU64>,
+    /// Where one thread counts its own.
+    pub launches_of_one: AtomicPtr<AtomicU64>,
+}
+
+/// The end of no lease.
+const NEVER: u64 = u64::MAX;
+
+/// The process's [`Free`]; before it has one, one that lets nothing go.
+pub(crate) static FREE: AtomicPtr<Free> = AtomicPtr::new((&raw const NOT_FREE).cast_mut());
+static NOT_FREE: Free = Free {
+    counts_alone: AtomicU64::new(0),
+    lease: AtomicPtr::new(std::ptr::null_mut()),
+    until: AtomicU64::new(NEVER),
+    launches: AtomicPtr::new(std::ptr::null_mut()),
+    launches_of_one: AtomicPtr::new(std::ptr::null_mut()),
+};
+
+impl Free {
+    /// Launches may go until `until` is no longer what is in `word`.
+    fn open(&self, word: &AtomicU64, until: u64, usage: &Usage, me: Process) {
+        let to = |counter: &AtomicU64| std::ptr::from_ref(counter).cast_mut();
+        self.launches.store(to(usage.counters(me).0), Relaxed);
+        self.launches_of_one.store(to(usage.launches_of_one(me)), Relaxed);
+        self.until.store(until, Relaxed);
+        self.lease.store(to(word), Release);
+        if self.counts_alone.load(Relaxed) == 0 {
+            let _ = self.counts_alone.compare_exchange(0, jump::thread(), Release, Relaxed);
+        }
+    }
+
+    fn close(&self) {
+        self.until.store(NEVER, Release);
+    }
+
+    /// Counts a launch of this thread.
+    fn count(&self, usage: &Usage, me: Process) {
+        if self.counts_alone.load(Relaxed) == jump::thread() {
+            let own = usage.launches_of_one(me);
+            own.store(own.load(Relaxed).wrapping_add(1), Relaxed);
+        } else {
+            usage.counters(me).0.fetch_add(1, Relaxed);
+        }
+    }
 }
 
 struct Paced {
@@ -99,7 +151,7 @@ pub(crate) fn await_turn(function: u64, stream: In) -> Turn {
         // The driver is not initialised, or will say why not.
         return Turn::Free;
     };
-    share.usage().counters(me).0.fetch_add(1, Relaxed);
+    share.state().pacing.free.count(share.usage(), me);
     let Some((context, gpu)) = share.lane_of(stream.stream) else { return Turn::Free };
     let mut now = now_ns();
     if is_free(share, me, gpu, now) || is_captured(stream.stream) {
@@ -108,7 +160,7 @@ pub(crate) fn await_turn(function: u64, stream: In) -> Turn {
     let lane = Lane {
         context,
         stream: stream.stream,
-        thread: if stream.stream == CU_STREAM_PER_THREAD { errno::thread() } else { 0 },
+        thread: if stream.stream == CU_STREAM_PER_THREAD { jump::thread() } else { 0 },
     };
     let launch = Launch { lane, function, asked_ns: now };
     let _relaxed = AnyCapture::new();
@@ -171,15 +223,13 @@ fn is_free(share: &Share, me: Process, gpu: usize, now: u64) -> bool {
     let pacing = &share.state().pacing;
     let Some(pace) = share.limits().pace(gpu) else { return true };
     if !pace.is_unpaced(now) {
-        pacing.lease.store(std::ptr::null_mut(), Release);
+        pacing.free.close();
         return false;
     }
     if share.limits().gpu_count() == 1
         && let Some(word) = share.limits().lease_word(gpu)
     {
-        pacing.until.store(pace.lease.until_ns, Relaxed);
-        pacing.launches.store(std::ptr::from_ref(share.usage().counters(me).0).cast_mut(), Relaxed);
-        pacing.lease.store(std::ptr::from_ref(word).cast_mut(), Release);
+        pacing.free.open(word, pace.lease.until_ns, share.usage(), me);
     }
     true
 }
@@ -269,7 +319,7 @@ pub(crate) fn before_waiting(stream: Option<In>) {
     let Some(share) = share() else { return };
     let pacing = &share.state().pacing;
     // Whoever waits has time: whether a lease has ended is looked at with the next launch.
-    pacing.lease.store(std::ptr::null_mut(), Release);
+    pacing.free.close();
     each_active(share, |gpu| {
         let _relaxed = AnyCapture::new();
         close_open(share, gpu, |batch| stream.is_none_or(|stream| batch.lane.stream == stream.stream));
@@ -334,12 +384,12 @@ pub(crate) fn forget_context(context: Context) {
 }
 
 /// Lets this thread look at events while another thread captures in a mode that forbids it.
-struct AnyCapture {
+pub(crate) struct AnyCapture {
     before: Option<c_int>,
 }
 
 impl AnyCapture {
-    fn new() -> Self {
+    pub fn new() -> Self {
         // CU_STREAM_CAPTURE_MODE_RELAXED.
         let mut mode: c_int = 2;
         // SAFETY: `mode` outlives the call.
