@@ -49,6 +49,22 @@ impl Identity {
     }
 }
 
+impl Identity {
+    /// Whether this is another living process that has its files in common with the caller (`clone` with CLONE_FILES): to the
+    /// kernel, record locks of the one are the other's. False where kcmp(2) is not to be had.
+    pub fn shares_files(self) -> bool {
+        /// Of `include/uapi/linux/kcmp.h`.
+        const KCMP_FILES: libc::c_long = 2;
+        let own = std::process::id();
+        let there = self.pid != 0
+            && self.pid != own
+            && self.pid_namespace == own_namespace()
+            && stat(self.pid).is_some_and(|stat| stat.start == self.start);
+        // SAFETY: no memory is involved.
+        there && unsafe { libc::syscall(libc::SYS_kcmp, own, self.pid, KCMP_FILES, 0_usize, 0_usize) } == 0
+    }
+}
+
 fn own_program() -> u64 {
     // SAFETY: no memory is involved.
     let random = unsafe { libc::getauxval(libc::AT_RANDOM) } as *const u64;

@@ -100,7 +100,7 @@ impl Usage {
             }
         }
         for slot in 0..MAX_PROCESSES {
-            if !self.lock(slot, libc::F_WRLCK)? {
+            if !self.lock(slot, libc::F_WRLCK)? || self.identity(slot).shares_files() {
                 continue;
             }
             // The lock is ours, but memory of a process that is still being torn down stays where it is.
@@ -247,7 +247,7 @@ impl Usage {
         if me.is_some_and(|me| me.slot == slot) || identity.may_be_caller() {
             return false;
         }
-        matches!(locked(self.fd, slot), Ok(None)) && !identity.is_exiting()
+        matches!(locked(self.fd, slot), Ok(None)) && !identity.is_exiting() && !identity.shares_files()
     }
 
     fn identity(&self, slot: usize) -> Identity {
