@@ -38,6 +38,8 @@ pub(crate) struct Place {
 
 /// The last of the handles that stand for default streams: null, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD.
 pub(crate) const CU_STREAM_PER_THREAD: Stream = 2;
+/// The one before it: what null means to most functions.
+pub(crate) const CU_STREAM_LEGACY: Stream = 1;
 
 static SHARE: AtomicPtr<Share> = AtomicPtr::new(std::ptr::null_mut());
 

@@ -48,6 +48,8 @@ pub(crate) struct State {
     pub primary_contexts: Map,
     /// Physical memory (VMM): handles, mappings.
     pub physical: Locked<Option<Box<Physical>>>,
+    /// Not 0 if some of it is leaving sparse arrays.
+    pub leaving: AtomicU32,
     /// Pools of stream-ordered memory.
     pub pools: [Pool; POOLS],
     /// How many of them have ever been used.

@@ -66,7 +66,6 @@ const TAKE_NONE: &[(&str, &str)] = &[
     ("cuMemGetAllocation", "asks"),
     ("cuMemHostAlloc", "the host's memory"),
     ("cuMemHostRegister", "the host's memory"),
-    ("cuMemMapArrayAsync", "memory that is accounted where it was made"),
     ("cuModuleGetLoadingMode", "asks"),
     ("cuStreamAttachMemAsync", "managed memory, accounted in full where it was made"),
     ("cuTensorMap", "a descriptor, on the host"),

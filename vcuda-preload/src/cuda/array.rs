@@ -4,7 +4,7 @@
 
 use crate::{
     cuda::{
-        Allocated, allocate, free,
+        Allocated, allocate, binding, free,
         types::{
             Array, Array3dDescriptor, Array3dDescriptorV1, ArrayDescriptor, ArrayDescriptorV1, CUDA_SUCCESS,
             Result,
@@ -247,13 +247,15 @@ pub(crate) unsafe extern "C" fn cuMipmappedArrayCreate(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuArrayDestroy(array: Array) -> Result {
     // SAFETY: the argument is the application's, for the driver to judge.
-    free(arrays, array, || unsafe { driver!(cuda::cuArrayDestroy(array => Array)) })
+    let call = || unsafe { driver!(cuda::cuArrayDestroy(array => Array)) };
+    free(arrays, array, || binding::destroy_array(array, call))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMipmappedArrayDestroy(array: Array) -> Result {
     // SAFETY: the argument is the application's, for the driver to judge.
-    free(arrays, array, || unsafe { driver!(cuda::cuMipmappedArrayDestroy(array => Array)) })
+    let call = || unsafe { driver!(cuda::cuMipmappedArrayDestroy(array => Array)) };
+    free(arrays, array, || binding::destroy_array(array, call))
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     cuda::{
-        take,
+        memory, take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, Exec, Graph, Node, Properties, Result, Stream,
         },
@@ -125,6 +125,18 @@ fn allocations(graph: Graph, depth: u32, found: &mut Vec<(Device, u64)>) {
             }
         }
     }
+}
+
+/// Bytes per device that such allocations take together: large ones whole pages of their own, small ones share theirs.
+fn together(list: &[(Device, u64)]) -> Vec<(Device, u64)> {
+    let mut devices: BTreeMap<Device, (u64, u64)> = BTreeMap::new();
+    for (device, bytes) in list {
+        let (large, small) = devices.entry(*device).or_default();
+        let sum = if *bytes > memory::SMALL { large } else { small };
+        *sum = sum.saturating_add(memory::taken(*bytes));
+    }
+    let pages = |small: u64| small.checked_next_multiple_of(memory::PAGE).unwrap_or(u64::MAX);
+    devices.into_iter().map(|(device, (large, small))| (device, large.saturating_add(pages(small)))).collect()
 }
 
 /// Bytes that the driver keeps for graphs on a device, if it says so.
@@ -253,7 +265,7 @@ unsafe fn instantiate(exec: *mut Exec, graph: Graph, call: impl FnOnce() -> Resu
         let exec = unsafe { *exec };
         graphs.forget(exec);
         if !list.is_empty() {
-            graphs.pending.insert(exec, list);
+            graphs.pending.insert(exec, together(&list));
         }
         graphs.settle(share);
     }

@@ -18,14 +18,14 @@ pub(super) fn blocks(share: &'static Share) -> &'static Map {
     &share.state().blocks
 }
 
-/// Smaller blocks share pages.
-const LARGE: u64 = 1 << 20;
+/// Blocks of so many bytes and fewer share pages.
+pub(super) const SMALL: u64 = 1 << 20;
 /// Larger ones have pages of their own.
-const PAGE: u64 = 2 << 20;
+pub(super) const PAGE: u64 = 2 << 20;
 
 /// Bytes that a block of so many takes of its GPU.
-fn taken(bytes: u64) -> u64 {
-    if bytes > LARGE { bytes.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX) } else { bytes }
+pub(super) fn taken(bytes: u64) -> u64 {
+    if bytes > SMALL { bytes.checked_next_multiple_of(PAGE).unwrap_or(u64::MAX) } else { bytes }
 }
 
 /// # Safety

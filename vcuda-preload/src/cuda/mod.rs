@@ -5,6 +5,7 @@
 //! allocate, and leave every other judgement of arguments, and every return code but out-of-memory, to the driver.
 
 mod array;
+pub(crate) mod binding;
 mod context;
 pub(crate) mod graph;
 mod launch;
@@ -16,6 +17,7 @@ mod view;
 pub(crate) mod vmm;
 
 pub(crate) use array::*;
+pub(crate) use binding::*;
 pub(crate) use context::*;
 pub(crate) use graph::*;
 pub(crate) use launch::*;
@@ -35,10 +37,16 @@ use types::{CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS,
 
 /// Takes `bytes` of GPU `gpu`. Before it is refused, what this process's pools no longer hold is given back.
 fn take(share: &'static Share, gpu: usize, bytes: u64) -> bool {
+    take_quietly(share, gpu, bytes) || share.take(gpu, bytes)
+}
+
+/// The same without the count of a refusal, for who will try again.
+fn take_quietly(share: &'static Share, gpu: usize, bytes: u64) -> bool {
     share.take_quietly(gpu, bytes) || {
         pool::settle(share);
         graph::settle(share);
-        share.take(gpu, bytes)
+        binding::settle(share);
+        share.take_quietly(gpu, bytes)
     }
 }
 

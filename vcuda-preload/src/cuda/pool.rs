@@ -12,7 +12,7 @@ use std::{
 
 use crate::{
     cuda::{
-        free, graph, memory, take,
+        free, graph, memory, take, take_quietly,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, DevicePtr,
             Pool as Handle, Properties, Result, Stream,
@@ -20,14 +20,17 @@ use crate::{
         whole,
     },
     lock::{Guard, Locked},
+    pace,
     real::driver,
-    share::{Block, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
+    share::{Block, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
 };
 
 /// Pools that can be told apart at a time. Allocations from more are counted one by one, each in full.
 pub(crate) const POOLS: usize = 256;
 
 // CUmemPool_attribute.
+const REUSE_FOLLOW_EVENT_DEPENDENCIES: i32 = 1;
+const REUSE_ALLOW_INTERNAL_DEPENDENCIES: i32 = 3;
 const RESERVED_MEM_CURRENT: i32 = 5;
 const LOCATION_TYPE: i32 = 12;
 
@@ -55,14 +58,74 @@ struct Account {
     used: u64,
     /// Bytes in multiples of which it grows.
     step: u64,
+    /// Streams in which memory was freed that the pool may still hold. To others it is only free when the driver sees that
+    /// work there has come to it, and until then it rather lets the pool grow.
+    freed_in: Streams,
+}
+
+/// A few streams; 0 is no entry, for null is kept as CU_STREAM_LEGACY.
+#[derive(Default)]
+#[repr(C)]
+struct Streams([Stream; 8]);
+
+impl Streams {
+    fn key(stream: Stream) -> Stream {
+        if stream == 0 { CU_STREAM_LEGACY } else { stream }
+    }
+
+    /// Adds one. Of more than there is room for, the first is forgotten.
+    fn add(&mut self, stream: Stream) {
+        let key = Self::key(stream);
+        if !self.0.contains(&key) {
+            let free = self.0.iter().position(|entry| *entry == 0).unwrap_or(0);
+            self.0[free] = key;
+        }
+    }
+
+    fn remove(&mut self, stream: Stream) {
+        self.retain(|other| other != Self::key(stream));
+    }
+
+    fn retain(&mut self, stays: impl Fn(Stream) -> bool) {
+        self.0.iter_mut().filter(|entry| **entry != 0 && !stays(**entry)).for_each(|entry| *entry = 0);
+    }
+
+    fn has_others_than(&self, stream: Stream) -> bool {
+        self.0.iter().any(|entry| *entry != 0 && *entry != Self::key(stream))
+    }
 }
 
 impl Account {
-    /// Takes what the pool will grow by for an allocation of `bytes`, as far as is known: better to refuse the last few
-    /// bytes below the ceiling than to pass it.
-    fn expect(&mut self, share: &'static Share, gpu: usize, bytes: u64) -> bool {
-        let missing = self.used.saturating_add(bytes).saturating_sub(self.charged);
-        let growth = missing.checked_next_multiple_of(self.step.max(1)).unwrap_or(u64::MAX);
+    /// Bytes that the pool will grow by for an allocation of `bytes` of which `free` are there, as far as is known: better to
+    /// refuse the last few bytes below the ceiling than to pass it.
+    fn growth(&self, bytes: u64, free: u64) -> u64 {
+        bytes.saturating_sub(free).checked_next_multiple_of(self.step.max(1)).unwrap_or(u64::MAX)
+    }
+
+    /// Takes what the pool will grow by for an allocation of `bytes` in `stream`.
+    fn expect(
+        &mut self,
+        share: &'static Share,
+        gpu: usize,
+        pool: Handle,
+        stream: Stream,
+        bytes: u64,
+    ) -> bool {
+        let free = self.charged.saturating_sub(self.used);
+        if free > 0 && self.freed_in.has_others_than(stream) {
+            let growth = self.growth(bytes, 0);
+            if take_quietly(share, gpu, growth) {
+                self.charged += growth;
+                return true;
+            }
+            // On a GPU of this size the driver would now fail to let the pool grow, and use what is free.
+            self.make_usable(pool, stream);
+            if self.freed_in.has_others_than(stream) {
+                share.count_refusal(gpu);
+                return false;
+            }
+        }
+        let growth = self.growth(bytes, free);
         if growth > 0 {
             if !take(share, gpu, growth) {
                 return false;
@@ -70,6 +133,18 @@ impl Account {
             self.charged += growth;
         }
         true
+    }
+
+    /// Makes what was freed in other streams usable in `stream`: where work there has come to it, it is; else `stream` waits
+    /// for it, if the application lets the driver do so. What stays in `freed_in` of other streams is not usable.
+    fn make_usable(&mut self, pool: Handle, stream: Stream) {
+        let _relaxed = pace::AnyCapture::new();
+        let may_wait = is_allowed(pool, REUSE_FOLLOW_EVENT_DEPENDENCIES)
+            && is_allowed(pool, REUSE_ALLOW_INTERNAL_DEPENDENCIES);
+        let is_here = |other| other == Streams::key(stream);
+        self.freed_in.retain(|other| {
+            is_here(other) || !(is_done(other) || may_wait && !is_capturing(other) && wait_for(other, stream))
+        });
     }
 
     /// The pool is destroyed, and its last allocation is gone: with it goes all that the pool held.
@@ -102,6 +177,9 @@ impl Account {
             }
         }
         self.charged = holds;
+        if self.charged <= self.used {
+            self.freed_in = Streams::default();
+        }
         true
     }
 }
@@ -168,6 +246,37 @@ fn is_on_host(handle: Handle) -> bool {
         && Properties::is_host(location.cast_unsigned())
 }
 
+/// Whether an attribute that allows something does. The driver's default is that it does.
+fn is_allowed(handle: Handle, which: i32) -> bool {
+    let mut allowed = 0_i32;
+    !attribute(handle, which, (&raw mut allowed).cast()) || allowed != 0
+}
+
+/// Whether all work in a stream is done.
+pub(super) fn is_done(stream: Stream) -> bool {
+    // SAFETY: a stream that was not destroyed (`forget_stream`), for the driver to judge.
+    unsafe { driver!(cuda::cuStreamQuery(stream => Stream)) == CUDA_SUCCESS }
+}
+
+/// Has `stream` wait for what is in `other` now, as the driver does where it inserts a dependency. False if it cannot.
+fn wait_for(other: Stream, stream: Stream) -> bool {
+    /// Without time, which costs nothing.
+    const CU_EVENT_DISABLE_TIMING: u32 = 2;
+    let mut event: u64 = 0;
+    // SAFETY: `event` outlives the calls; destroyed while in use, the driver keeps it as long as it needs it.
+    unsafe {
+        if driver!(cuda::cuEventCreate(&raw mut event => *mut u64, CU_EVENT_DISABLE_TIMING => u32))
+            != CUDA_SUCCESS
+        {
+            return false;
+        }
+        let waits = driver!(cuda::cuEventRecord(event => u64, other => Stream)) == CUDA_SUCCESS
+            && driver!(cuda::cuStreamWaitEvent(stream => Stream, event => u64, 0 => u32)) == CUDA_SUCCESS;
+        driver!(cuda::cuEventDestroy_v2(event => u64));
+        waits
+    }
+}
+
 /// Whether the stream is being captured into a graph. What is allocated then takes its memory when the graph runs.
 fn is_capturing(stream: Stream) -> bool {
     let mut status = 0;
@@ -210,7 +319,7 @@ unsafe fn allocate(
     };
 
     let (bytes, before) = (whole(bytes as u64), account.charged);
-    if !account.expect(share, gpu_of_pool, bytes) {
+    if !account.expect(share, gpu_of_pool, handle, stream, bytes) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     let expected = account.charged - before;
@@ -244,6 +353,26 @@ unsafe fn allocate(
     let block = Block { bytes, gpu: gpu_of_pool, part_of };
     let _ = share.state().blocks.insert(made, block.pack());
     CUDA_SUCCESS
+}
+
+/// What is at `address` is about to be freed in `stream`.
+fn note_free(address: DevicePtr, stream: Stream) {
+    if let Some(share) = share()
+        && let Some(word) = share.state().blocks.get(address)
+        && let PartOf::Pool(number) = Block::unpack(word).part_of
+        && let Some(pool) = share.state().pools.get(usize::from(number))
+    {
+        pool.account.lock().freed_in.add(stream);
+    }
+}
+
+/// A stream is about to be destroyed: it can no longer be asked or waited for.
+pub(super) fn forget_stream(stream: Stream) {
+    let Some(share) = share().filter(|_| stream > CU_STREAM_PER_THREAD) else { return };
+    let state = share.state();
+    for pool in state.pools.iter().take(state.pools_used.load(Acquire) as usize) {
+        pool.account.lock().freed_in.remove(stream);
+    }
 }
 
 /// An allocation of `bytes` of pool `number` was freed. The pool keeps its memory for now.
@@ -388,7 +517,11 @@ macro_rules! frees {
             // SAFETY: the arguments are the application's, for the driver to judge.
             let call = || unsafe { driver!(cuda::$symbol(address => DevicePtr, stream => Stream)) };
             // A graph that is captured frees it when it runs.
-            if is_capturing($meant(stream)) { call() } else { free(memory::blocks, address, call) }
+            if is_capturing($meant(stream)) {
+                return call();
+            }
+            note_free(address, $meant(stream));
+            free(memory::blocks, address, call)
         }
     };
 }

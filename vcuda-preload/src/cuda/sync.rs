@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::{
     cuda::{
-        graph, pool,
+        binding, graph, pool,
         types::{Context, Result, Stream},
     },
     pace::{self, In},
@@ -20,6 +20,7 @@ fn waited(result: Result) -> Result {
             pool::settle(share);
         }
         graph::settle(share);
+        binding::settle(share);
     }
     result
 }
@@ -47,6 +48,8 @@ macro_rules! destroys_stream {
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(stream: Stream) -> Result {
             pace::forget_stream(stream);
+            pool::forget_stream(stream);
+            binding::forget_stream(stream);
             // SAFETY: the argument is the application's, for the driver to judge.
             unsafe { driver!(cuda::$symbol(stream => Stream)) }
         }

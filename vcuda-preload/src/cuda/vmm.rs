@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::{
     cuda::{
+        binding::Uses,
         take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle,
@@ -25,30 +26,67 @@ pub(crate) struct Physical {
     handles: BTreeMap<Handle, (Number, u32)>,
     /// Address → bytes, and what is mapped there.
     mappings: BTreeMap<DevicePtr, (u64, Number)>,
+    /// What is used without an address.
+    pub uses: Uses,
 }
 
 /// Number of a piece of memory: a handle may come back for another one while the first is still mapped.
-type Number = u64;
+pub(crate) type Number = u64;
 
 struct Memory {
     gpu: usize,
     bytes: u64,
     handles: usize,
+    /// At addresses and elsewhere.
     mappings: usize,
 }
 
 impl Physical {
-    fn insert(&mut self, handle: Handle, gpu: usize, bytes: u64) {
+    pub fn insert(&mut self, handle: Handle, gpu: usize, bytes: u64) -> Number {
         self.last += 1;
         self.memory.insert(self.last, Memory { gpu, bytes, handles: 1, mappings: 0 });
         self.handles.insert(handle, (self.last, 1));
+        self.last
+    }
+
+    /// What a handle stands for, if we saw it made.
+    pub fn number_of(&self, handle: Handle) -> Option<Number> {
+        self.handles.get(&handle).map(|(number, _)| *number)
+    }
+
+    /// What is mapped at `address`.
+    fn number_at(&self, address: DevicePtr) -> Option<Number> {
+        let (start, (bytes, number)) = self.mappings.range(..=address).next_back()?;
+        (address - start < *bytes).then_some(*number)
+    }
+
+    /// One more use of what a handle stands for.
+    pub fn use_of(&mut self, handle: Handle) -> Option<Number> {
+        let number = self.number_of(handle)?;
+        self.memory.get_mut(&number)?.mappings += 1;
+        Some(number)
+    }
+
+    /// One more use of what is mapped at `address`.
+    pub fn use_at(&mut self, address: DevicePtr) -> Option<Number> {
+        let number = self.number_at(address)?;
+        self.memory.get_mut(&number)?.mappings += 1;
+        Some(number)
+    }
+
+    /// One use less.
+    pub fn unused(&mut self, share: &Share, number: Number) {
+        self.let_go(share, number, |memory| memory.mappings -= 1);
+    }
+
+    pub fn gpu_of(&self, number: Number) -> Option<usize> {
+        self.memory.get(&number).map(|memory| memory.gpu)
     }
 
     /// A handle to what is mapped at `address` was handed out.
     fn retain(&mut self, handle: Handle, address: DevicePtr) {
-        let Some((start, (bytes, number))) = self.mappings.range(..=address).next_back() else { return };
-        let (within, number) = (address - start < *bytes, *number);
-        if let Some(memory) = self.memory.get_mut(&number).filter(|_| within) {
+        let Some(number) = self.number_at(address) else { return };
+        if let Some(memory) = self.memory.get_mut(&number) {
             memory.handles += 1;
             self.handles.entry(handle).or_insert((number, 0)).1 += 1;
         }
@@ -88,13 +126,20 @@ impl Physical {
         if memory.handles == 0 && memory.mappings == 0 {
             share.give(memory.gpu, memory.bytes);
             self.memory.remove(&number);
+            // A multicast object takes its bindings along.
+            for bound in self.uses.take_bound(number, None) {
+                self.unused(share, bound);
+            }
         }
     }
 }
 
 /// Has the driver do something to handles or mappings, then follows. No other thread comes in between: a handle or an
 /// address that is free may be given to it at once.
-fn follow(call: impl FnOnce() -> Result, then: impl FnOnce(&mut Physical, &'static Share)) -> Result {
+pub(super) fn follow(
+    call: impl FnOnce() -> Result,
+    then: impl FnOnce(&mut Physical, &'static Share),
+) -> Result {
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     let mut physical = share.state().physical.lock();
     let result = call();

@@ -1,0 +1,321 @@
+//! Physical memory that is used without an address: as tiles of sparse arrays, and bound to multicast objects. It lives as
+//! long as that, whether or not there is still a handle to it, so the account follows it here.
+
+use std::{ffi::c_uint, sync::atomic::Ordering::Relaxed};
+
+use crate::{
+    cuda::{
+        pool,
+        types::{Array, CUDA_SUCCESS, Device, DevicePtr, Handle, Result, Stream},
+        vmm::{Number, Physical, follow},
+    },
+    real::driver,
+    share::{CU_STREAM_PER_THREAD, Share, share},
+};
+
+/// What this process uses so.
+#[derive(Default)]
+pub(crate) struct Uses {
+    tiles: Vec<(Part, Number)>,
+    bindings: Vec<Binding>,
+    /// What is no longer mapped once the stream has come to it.
+    leaving: Vec<(Stream, Number)>,
+}
+
+/// A part of a sparse array: a box of elements in one level and layer, or bytes of a mip tail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    array: Array,
+    /// Which kind it is, and in which level and layer.
+    place: [u32; 3],
+    from: [u64; 3],
+    to: [u64; 3],
+}
+
+/// Memory of one GPU bound to a multicast object at an offset.
+struct Binding {
+    object: Number,
+    gpu: usize,
+    from: u64,
+    to: u64,
+    of: Number,
+}
+
+/// `CUarrayMapInfo`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct MapInfo {
+    resource_kind: u32,
+    array: Array,
+    kind: u32,
+    /// Level, layer, three offsets and three extents in elements; of a mip tail its layer, and offset and size in bytes.
+    part: PartWords,
+    operation: u32,
+    handle_kind: u32,
+    handle: Handle,
+    offset: u64,
+    devices: u32,
+    flags: u32,
+    reserved: [u32; 2],
+}
+const _: () = assert!(size_of::<MapInfo>() == 96 && std::mem::offset_of!(MapInfo, part) == 24);
+
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct PartWords([u32; 8]);
+
+impl Part {
+    fn of(info: &MapInfo) -> Self {
+        // CUarraySparseSubresourceType.
+        const MIP_TAIL: u32 = 1;
+        let words = info.part.0;
+        if info.kind == MIP_TAIL {
+            let long = |at: usize| u64::from(words[at]) | u64::from(words[at + 1]) << 32;
+            let (from, bytes) = (long(2), long(4));
+            return Self {
+                array: info.array,
+                place: [MIP_TAIL, 0, words[0]],
+                from: [from, 0, 0],
+                to: [from.saturating_add(bytes), 1, 1],
+            };
+        }
+        let from = [2, 3, 4].map(|at| u64::from(words[at]));
+        let extent = [5, 6, 7].map(|at| u64::from(words[at]).max(1));
+        let to = [0, 1, 2].map(|n: usize| from[n] + extent[n]);
+        Self { array: info.array, place: [info.kind, words[0], words[1]], from, to }
+    }
+
+    fn is_within(&self, other: &Self) -> bool {
+        let inside = |n: usize| other.from[n] <= self.from[n] && self.to[n] <= other.to[n];
+        (self.array, self.place) == (other.array, other.place) && (0..3).all(inside)
+    }
+}
+
+impl Uses {
+    /// Something is mapped at `part`, or nothing is any more. What is there only in part counts until the rest goes too.
+    fn replace(&mut self, part: Part, by: Option<Number>, stream: Stream) {
+        let leaving = &mut self.leaving;
+        self.tiles.retain(|(tile, number)| {
+            let goes = tile.is_within(&part);
+            if goes {
+                leaving.push((stream, *number));
+            }
+            !goes
+        });
+        self.tiles.extend(by.map(|number| (part, number)));
+    }
+
+    /// Takes out what is mapped in `array`, which is destroyed.
+    fn take_array(&mut self, array: Array) -> Vec<Number> {
+        let goes = |(part, _): &mut (Part, Number)| part.array == array;
+        self.tiles.extract_if(.., goes).map(|(_, number)| number).collect()
+    }
+
+    /// Takes out what has left, as far as `done` says so of its stream.
+    fn take_left(&mut self, done: impl Fn(Stream) -> bool) -> Vec<Number> {
+        self.leaving.extract_if(.., |(stream, _)| done(*stream)).map(|(_, number)| number).collect()
+    }
+
+    /// Takes out what is bound to `object`, on one GPU and between two offsets, or all of it.
+    pub fn take_bound(&mut self, object: Number, within: Option<(usize, u64, u64)>) -> Vec<Number> {
+        let goes = |binding: &mut Binding| {
+            let inside = |(gpu, from, to)| binding.gpu == gpu && from <= binding.from && binding.to <= to;
+            binding.object == object && within.is_none_or(inside)
+        };
+        self.bindings.extract_if(.., goes).map(|binding| binding.of).collect()
+    }
+}
+
+/// Changes what arrays and objects use; then gives back what nothing uses any more.
+fn change(physical: &mut Physical, share: &Share, change: impl FnOnce(&mut Uses) -> Vec<Number>) {
+    let gone = change(&mut physical.uses);
+    gone.into_iter().for_each(|number| physical.unused(share, number));
+    share.state().leaving.store(u32::from(!physical.uses.leaving.is_empty()), Relaxed);
+}
+
+fn change_if_any(share: &Share, what: impl FnOnce(&mut Uses) -> Vec<Number>) {
+    if let Some(physical) = &mut *share.state().physical.lock() {
+        change(physical, share, what);
+    }
+}
+
+/// Gives back what has left since.
+pub(super) fn settle(share: &Share) {
+    if share.state().leaving.load(Relaxed) != 0 {
+        change_if_any(share, |uses| uses.take_left(pool::is_done));
+    }
+}
+
+/// A stream is about to be destroyed: it can no longer be asked.
+pub(super) fn forget_stream(stream: Stream) {
+    if let Some(share) = share()
+        && share.state().leaving.load(Relaxed) != 0
+    {
+        change_if_any(share, |uses| uses.take_left(|other| other == stream));
+    }
+}
+
+/// Has the driver destroy an array, with what is mapped in it. Once it is, another thread may get the same handle.
+pub(super) fn destroy_array(array: Array, call: impl FnOnce() -> Result) -> Result {
+    follow(call, |physical, share| change(physical, share, |uses| uses.take_array(array)))
+}
+
+macro_rules! maps_arrays {
+    ($symbol:ident, $meant:expr) => {
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(list: *mut MapInfo, count: c_uint, stream: Stream) -> Result {
+            // CUmemOperationType.
+            const MAP: u32 = 1;
+            follow(
+                // SAFETY: the arguments are the application's, for the driver to judge.
+                || unsafe {
+                    driver!(cuda::$symbol(list => *mut MapInfo, count => c_uint, stream => Stream))
+                },
+                |physical, share| {
+                    let count = if list.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
+                    for at in 0..count {
+                        // SAFETY: the driver has read so many.
+                        let info = unsafe { list.add(at).read() };
+                        let by = if info.operation == MAP { physical.use_of(info.handle) } else { None };
+                        physical.uses.replace(Part::of(&info), by, $meant(stream));
+                    }
+                    change(physical, share, |uses| uses.take_left(pool::is_done));
+                },
+            )
+        }
+    };
+}
+maps_arrays!(cuMemMapArrayAsync, std::convert::identity);
+maps_arrays!(cuMemMapArrayAsync_ptsz, |stream| if stream == 0 { CU_STREAM_PER_THREAD } else { stream });
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMulticastCreate(object: *mut Handle, properties: *const u64) -> Result {
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let result = unsafe { driver!(cuda::cuMulticastCreate(object => *mut Handle, properties => *const u64)) };
+    if result == CUDA_SUCCESS
+        && let Some(share) = share()
+    {
+        // Handles and mappings of it come and go as those of memory do; it has none itself.
+        // SAFETY: written on success.
+        share.state().physical.lock().get_or_insert_default().insert(unsafe { *object }, 0, 0);
+    }
+    result
+}
+
+/// Notes that `bytes` of memory are bound to `object`.
+fn bound(physical: &mut Physical, object: Handle, from: u64, of: Option<Number>, bytes: u64) {
+    let Some((of, gpu)) = of.and_then(|of| Some((of, physical.gpu_of(of)?))) else { return };
+    // One that was imported is first seen here.
+    let object = physical.number_of(object).unwrap_or_else(|| physical.insert(object, 0, 0));
+    physical.uses.bindings.push(Binding { object, gpu, from, to: from.saturating_add(bytes), of });
+}
+
+macro_rules! binds {
+    ($($symbol:ident($handle:ident [$($device:ident: $kind:ty)?] $memory:ident: $type:ty $(, $offset:ident)?) by $used:ident;)*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(
+            $handle: Handle,
+            $($device: $kind,)?
+            at: usize,
+            $memory: $type,
+            $($offset: usize,)?
+            bytes: usize,
+            flags: u64,
+        ) -> Result {
+            follow(
+                // SAFETY: the arguments are the application's, for the driver to judge.
+                || unsafe {
+                    driver!(cuda::$symbol(
+                        $handle => Handle, $($device => $kind,)? at => usize, $memory => $type, $($offset => usize,)?
+                        bytes => usize, flags => u64,
+                    ))
+                },
+                |physical, _| {
+                    let of = physical.$used($memory);
+                    bound(physical, $handle, at as u64, of, bytes as u64);
+                },
+            )
+        }
+    )* };
+}
+binds! {
+    cuMulticastBindMem(object [] memory: Handle, offset) by use_of;
+    cuMulticastBindMem_v2(object [device: Device] memory: Handle, offset) by use_of;
+    cuMulticastBindAddr(object [] address: DevicePtr) by use_at;
+    cuMulticastBindAddr_v2(object [device: Device] address: DevicePtr) by use_at;
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMulticastUnbind(
+    object: Handle,
+    device: Device,
+    at: usize,
+    bytes: usize,
+) -> Result {
+    follow(
+        // SAFETY: the arguments are the application's, for the driver to judge.
+        || unsafe {
+            driver!(cuda::cuMulticastUnbind(
+                object => Handle, device => Device, at => usize, bytes => usize,
+            ))
+        },
+        |physical, share| {
+            let from = at as u64;
+            let within =
+                share.gpu_of_device(device).map(|gpu| (gpu, from, from.saturating_add(bytes as u64)));
+            if let Some((object, within)) = physical.number_of(object).zip(within) {
+                change(physical, share, |uses| uses.take_bound(object, Some(within)));
+            }
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn info(kind: u32, part: [u32; 8]) -> Part {
+        Part::of(&MapInfo {
+            resource_kind: 0,
+            array: 7,
+            kind,
+            part: PartWords(part),
+            operation: 1,
+            handle_kind: 0,
+            handle: 0,
+            offset: 0,
+            devices: 1,
+            flags: 0,
+            reserved: [0; 2],
+        })
+    }
+
+    #[test]
+    fn a_tile_goes_with_what_covers_it_and_not_with_a_part_of_it() {
+        let tile = info(0, [0, 0, 64, 0, 0, 64, 64, 1]);
+        assert!(tile.is_within(&tile));
+        assert!(tile.is_within(&info(0, [0, 0, 0, 0, 0, 256, 64, 1])));
+        assert!(!tile.is_within(&info(0, [0, 0, 64, 0, 0, 32, 64, 1])));
+        assert!(!tile.is_within(&info(0, [1, 0, 64, 0, 0, 64, 64, 1])), "another level");
+        assert!(!tile.is_within(&info(0, [0, 1, 64, 0, 0, 64, 64, 1])), "another layer");
+        let tail = info(1, [0, 0, 0, 1, 4096, 0, 0, 0]);
+        assert_eq!((tail.from[0], tail.to[0]), (1 << 32, (1 << 32) + 4096));
+        assert!(!tail.is_within(&tile) && !tile.is_within(&tail));
+        // What a program makes up is bounded.
+        assert!(info(1, [u32::MAX; 8]).to[0] == u64::MAX);
+    }
+
+    #[test]
+    fn what_is_unmapped_leaves_when_its_stream_has_come_to_it() {
+        let mut uses = Uses::default();
+        let part = |x| info(0, [0, 0, x, 0, 0, 64, 64, 1]);
+        uses.replace(part(0), Some(1), 5);
+        uses.replace(part(64), Some(2), 5);
+        uses.replace(part(0), Some(3), 6);
+        uses.replace(part(64), None, 6);
+        assert_eq!(uses.take_left(|stream| stream == 5), []);
+        assert_eq!(uses.take_left(|stream| stream == 6), [1, 2]);
+        assert_eq!(uses.take_array(7), [3]);
+        assert!(uses.tiles.is_empty() && uses.leaving.is_empty());
+    }
+}
