@@ -142,6 +142,47 @@ fn every_door_leads_to_the_shim() {
 }
 
 #[test]
+fn nvml_has_the_same_doors() {
+    let Some(setup) = room("driver-550") else { return };
+    let (client, plugin) = (&setup.client, plugin(&setup));
+    let plugin = plugin.to_str().unwrap();
+    let (handled, passed) = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetName");
+    for (door, file, second) in [
+        ("open", "libnvidia-ml.so.1", "driver"),
+        ("open", "libnvidia-ml.so", "driver"),
+        ("open", "/usr/local/lib/libnvidia-ml.so.1", "driver"),
+        ("open", place::REAL_NVML, "driver"),
+        ("default", "-", "driver"),
+        ("plugin-next", plugin, "driver"),
+        ("plugin-default", plugin, "driver"),
+        ("own-dlsym", "libnvidia-ml.so.1", "shim"),
+        ("deep", plugin, "shim"),
+        ("namespace", "/usr/local/lib/libnvidia-ml.so.1", "driver"),
+    ] {
+        assert_eq!(behind(&setup, client, door, file, &[handled, passed]), ["shim", second], "{door} {file}");
+    }
+    assert_eq!(behind(&setup, client, "next", "-", &[handled]), ["shim"; 3]);
+    let owners = behind(&setup, client, "versioned", "libnvidia-ml.so.1", &[handled]);
+    assert!(owners[0].contains("undefined symbol"), "{owners:?}");
+}
+
+/// Nothing is preloaded into it, but the C library that it loads along with the driver looks in the same places.
+#[test]
+fn a_static_program_that_loads_the_driver_gets_the_shim() {
+    let Some(setup) = room("driver-550") else { return };
+    let client = compile(setup.room.folder.path(), "static", &source("static.c"), &["-static", "-ldl"]);
+    let bare = setup.room.bare_command(&client).arg("libcuda.so.1").output().unwrap();
+    let bare = String::from_utf8(bare.stdout).unwrap();
+    let (library, answer) = bare.split_once(", ").unwrap();
+    assert_eq!(library, "CUDA and NVML in one: 0");
+    for file in ["libcuda.so.1", "/usr/local/lib/libcuda.so.550.1"] {
+        // The driver behind it was asked.
+        let said = setup.room.run(&client, &[file]);
+        assert_eq!(said, format!("CUDA and NVML in one: 1, {answer}"), "{file}");
+    }
+}
+
+#[test]
 fn the_shim_is_loaded_once_under_all_its_names() {
     let Some(setup) = room("driver-550") else { return };
     let names = [

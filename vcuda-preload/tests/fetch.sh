@@ -4,6 +4,7 @@
 # 12.9 and 13.x from PyPI. Nothing is installed. Quick when all is there.
 #
 #   vcuda-preload/tests/fetch.sh            # fill the cache, print its folder
+#   vcuda-preload/tests/fetch.sh programs   # CUDA programs from PyPI too (1 GB): NVIDIA's bindings, Numba, CuPy
 #
 # VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
 set -euo pipefail
@@ -52,11 +53,23 @@ for wheel in glob.glob(sys.argv[1] + "/*.whl"):
     mv "$folder.part" "$folder"
 }
 
+# programs PACKAGE...: Python packages in a virtual environment, $cache/programs.
+programs() {
+    local folder=$cache/programs
+    [ -e "$folder/.complete" ] && return
+    say "installing $*"
+    rm -rf "$folder"
+    python3 -m venv "$folder" || die "no virtual environment; install python3-venv"
+    "$folder/bin/pip" install -q --disable-pip-version-check "$@" >&2 || die "$* cannot be fetched from PyPI"
+    touch "$folder/.complete"
+}
+
 driver 535 bookworm libcuda1 libnvidia-ml1
 driver 550 trixie libcuda1 libnvidia-ml1 nvidia-smi
 driver 555 experimental libcuda1 libnvidia-ml1
 runtime 11.8 nvidia-cuda-runtime-cu11==11.8.89
 runtime 12.9 nvidia-cuda-runtime-cu12==12.9.79
 runtime 13 'nvidia-cuda-runtime>=13,<14'
+[ "${1-}" != programs ] || programs 'numba-cuda[cu12]==0.30.4' cuda-bindings==12.9.10 cupy-cuda12x==14.2.0
 say "all there: $cache"
 echo "$cache"

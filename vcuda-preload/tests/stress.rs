@@ -5,13 +5,12 @@
 
 mod common;
 
-use std::{env, time::Duration};
+use std::{env, path::Path, time::Duration};
 
-use common::{MIB, Model, can_mount, limit};
+use common::{MIB, Model, Session, can_mount, limit};
 
-/// More than a process of `stress` can hold at a time: 256 blocks, the largest a mipmapped array of 6 MiB, and what its
-/// pool keeps.
-const MOST_OF_ONE: u64 = 256 * 6 * MIB + 64 * MIB;
+/// More than a process of `stress` can hold at a time: 256 blocks, the largest a pool of its own, and what its pool keeps.
+const MOST_OF_ONE: u64 = 256 * 32 * MIB + 64 * MIB;
 
 struct Size {
     at_a_time: u64,
@@ -79,6 +78,38 @@ fn the_account_is_exact_after_every_step() {
         assert!(output.status.success(), "seed {seed}: {}", String::from_utf8_lossy(&output.stdout));
     }
     assert_eq!(model.passed(), 0);
+}
+
+/// With what was released, copied and asked for in the same places as without.
+#[test]
+fn valgrind_finds_nothing_wrong() {
+    let valgrind = Path::new("/usr/bin/valgrind");
+    if !can_mount() {
+        return;
+    }
+    if !valgrind.exists() {
+        println!("skipped: no valgrind here; install it with apt-get");
+        return;
+    }
+    let model = Model::new(81920 * MIB, &[limit(0, 160 * MIB)]);
+    let arguments = ["--quiet", "--error-exitcode=9"];
+    let mut stress = model.command_under(valgrind, &arguments);
+    let output = stress.args(["stress", "5", "3000", &MIB.to_string(), "alone"]).output().unwrap();
+    assert!(
+        output.status.success() && output.stderr.is_empty(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    // Threads, launches, forks, NVML.
+    let mut session = Session::of(&mut model.command_under(valgrind, &arguments));
+    session.must("init 0");
+    for command in
+        ["threads 8 200 4096", "launch-by 1000 0 0", "child-by-fork 0", "nvml 0", "nvml-processes 0", "sync"]
+    {
+        session.must(command);
+    }
+    session.send("end-by-exit");
+    assert!(session.wait().success(), "valgrind ends a program with errors with 9");
 }
 
 #[test]

@@ -140,7 +140,7 @@ int main(int argc, char **argv) {
             void *plugin = dlopen(file, RTLD_NOW | (strcmp(door, "deep") ? 0 : RTLD_DEEPBIND));
             void *(*look)(void *, const char *) = (void *(*)(void *, const char *))dlsym(plugin, "plugin_dlsym");
             void *handle = !strcmp(door, "plugin-next") ? RTLD_NEXT
-                           : !strcmp(door, "deep")      ? dlopen("libcuda.so.1", RTLD_NOW)
+                           : !strcmp(door, "deep")      ? dlopen(strncmp(name, "nvml", 4) ? "libcuda.so.1" : "libnvidia-ml.so.1", RTLD_NOW)
                                                         : RTLD_DEFAULT;
             say(door, name, look(handle, name));
         } else if (!strcmp(door, "namespace"))

@@ -10,7 +10,7 @@ use std::{
     io::{BufRead, BufReader, Write},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
-    process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio},
+    process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio},
     sync::OnceLock,
 };
 
@@ -269,7 +269,7 @@ impl Model {
         let driver_kept = room.folder.path().join("model.so");
         fs::copy(&driver, &driver_kept).unwrap();
         let room = room.with_driver(&driver_kept, &driver_kept);
-        let flags = ["-Wno-strict-prototypes", "-ldl", "-lpthread"];
+        let flags = ["-Wno-strict-prototypes", "-ldl", "-lpthread", "-lm"];
         let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
         let path = room.folder.path().join("state");
         let state = File::options().read(true).write(true).create_new(true).open(path).unwrap();
@@ -348,6 +348,13 @@ impl Model {
         command
     }
 
+    /// The program, to be started in the room by another one, such as a debugger.
+    pub fn command_under(&self, debugger: &Path, arguments: &[&str]) -> Command {
+        let mut command = self.room.command(debugger);
+        command.args(arguments).arg(&self.session).env("MODEL_STATE", self.room.folder.path().join("state"));
+        command
+    }
+
     /// Starts the program.
     pub fn start(&self) -> Session {
         Session::of(&mut self.command())
@@ -399,6 +406,11 @@ impl Session {
     /// The process in the room: `unshare` has turned into it.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Waits until the program has ended.
+    pub fn wait(mut self) -> ExitStatus {
+        self.child.wait().unwrap()
     }
 
     /// Kills the program, and waits until it is gone.

@@ -112,6 +112,8 @@ uint64_t modelHeld(int gpu) { return state->clients[self].used[gpu]; }
 static int device_count = 2, order[GPUS] = {0, 1, 2, 3};
 
 static void in_child(void) { self = -1, state = NULL; }
+/* The real one notices by itself when it was forked past the C library. */
+void modelInChild(void) { in_child(); }
 
 int cuInit(unsigned flags) {
     (void)flags;
@@ -384,23 +386,28 @@ int cuArrayGetMemoryRequirements(struct requirements *out, struct array *array, 
 int cuMipmappedArrayGetMemoryRequirements(struct requirements *out, struct array *array, int device) {
     return cuArrayGetMemoryRequirements(out, array, device);
 }
-int cuArrayDestroy(struct array *array) { return give(array->gpu, array->taken), free(array), OK; }
-int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array); }
 
 /* ---- physical memory ---- */
 
-struct physical { uint64_t bytes; int gpu, handles, maps; };
+struct physical { uint64_t bytes; int gpu, handles, maps, multicast; };
 struct properties { int kind, handle_types, location_kind, location; };
 #define MAPPINGS 65536
 static struct { uint64_t address, bytes; struct physical *of; } mappings[MAPPINGS];
 static uint64_t next_address = 0x7d0000000000ull;
 
+static void unbind_all(struct physical *object);
 static void settle(struct physical *physical) {
     if (!physical->handles && !physical->maps) {
         if (physical->gpu >= 0)
             give(physical->gpu, physical->bytes);
         physical->bytes = 0; /* The structure stays: a handle that is used again must not be a new one's. */
+        if (physical->multicast)
+            unbind_all(physical);
     }
+}
+static void unmap(struct physical *physical) {
+    physical->maps--;
+    settle(physical);
 }
 int cuMemCreate(struct physical **handle, size_t bytes, const struct properties *properties, uint64_t flags) {
     (void)flags;
@@ -416,7 +423,7 @@ int cuMemCreate(struct physical **handle, size_t bytes, const struct properties 
             return result;
     }
     *handle = malloc(sizeof **handle);
-    **handle = (struct physical){bytes, gpu, 1, 0};
+    **handle = (struct physical){bytes, gpu, 1, 0, 0};
     return OK;
 }
 int cuMemRelease(struct physical *handle) {
@@ -449,8 +456,7 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
     pthread_mutex_lock(&lock);
     for (int n = 0; n < MAPPINGS; n++)
         if (mappings[n].of && mappings[n].address >= address && mappings[n].address < address + bytes) {
-            mappings[n].of->maps--;
-            settle(mappings[n].of);
+            unmap(mappings[n].of);
             mappings[n].of = NULL;
         }
     pthread_mutex_unlock(&lock);
@@ -470,6 +476,57 @@ int cuMemRetainAllocationHandle(struct physical **handle, uint64_t address) {
     return result;
 }
 
+/* Bindings of multicast objects: by object, device and offset. */
+#define BINDINGS 256
+static struct { struct physical *object, *of; uint64_t at, bytes; int gpu; } bindings[BINDINGS];
+
+int cuMulticastCreate(struct physical **object, const void *properties) {
+    (void)properties;
+    *object = malloc(sizeof **object);
+    **object = (struct physical){0, -1, 1, 0, 1};
+    return OK;
+}
+int cuMulticastBindMem(struct physical *object, size_t at, struct physical *of, size_t offset, size_t bytes, uint64_t flags) {
+    (void)offset, (void)flags;
+    if (!object->multicast || !of->handles)
+        return INVALID_VALUE;
+    int n = 0;
+    while (bindings[n].object)
+        n++;
+    bindings[n].object = object, bindings[n].of = of, bindings[n].at = at, bindings[n].bytes = bytes, bindings[n].gpu = of->gpu;
+    of->maps++;
+    return OK;
+}
+int cuMulticastBindMem_v2(struct physical *object, int device, size_t at, struct physical *of, size_t offset, size_t bytes,
+                          uint64_t flags) {
+    return (void)device, cuMulticastBindMem(object, at, of, offset, bytes, flags);
+}
+int cuMulticastBindAddr(struct physical *object, size_t at, uint64_t address, size_t bytes, uint64_t flags) {
+    struct physical *of = NULL;
+    int result = cuMemRetainAllocationHandle(&of, address);
+    if (!result)
+        result = cuMulticastBindMem(object, at, of, 0, bytes, flags), cuMemRelease(of);
+    return result;
+}
+int cuMulticastBindAddr_v2(struct physical *object, int device, size_t at, uint64_t address, size_t bytes, uint64_t flags) {
+    return (void)device, cuMulticastBindAddr(object, at, address, bytes, flags);
+}
+static void unbind(struct physical *object, int gpu, uint64_t at, uint64_t end) {
+    for (int n = 0; n < BINDINGS; n++)
+        if (bindings[n].object == object && (gpu < 0 || bindings[n].gpu == gpu) && bindings[n].at >= at &&
+            bindings[n].at + bindings[n].bytes <= end) {
+            bindings[n].object = NULL;
+            unmap(bindings[n].of);
+        }
+}
+static void unbind_all(struct physical *object) { unbind(object, -1, 0, ~0ull); }
+int cuMulticastUnbind(struct physical *object, int device, size_t at, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    unbind(object, gpu_of(device), at, at + bytes);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+
 /* ---- streams, pools ---- */
 
 struct graph;
@@ -485,7 +542,60 @@ static void wait_until(uint64_t at) {
     while (now_ns() < at)
         usleep(50);
 }
-struct pool { int gpu; uint64_t reserved, used, threshold; int live, destroyed; };
+/* What is mapped in sparse arrays, by the element where it begins; gone when the stream has come to the end of it. */
+#define TILES 1024
+static struct { struct array *array; uint64_t x, gone_at; struct physical *of; } tiles[TILES];
+struct map_info {
+    unsigned kind;
+    struct array *array;
+    unsigned part_kind, padding, level, layer, x, y, z, width, height, depth, operation, handle_kind;
+    struct physical *handle;
+    uint64_t offset;
+    unsigned devices, flags, reserved[2];
+};
+/* Called with the lock held. */
+static void drop_tiles(struct array *of_array) {
+    for (int n = 0; n < TILES; n++)
+        if (tiles[n].of && (tiles[n].array == of_array || (tiles[n].gone_at && tiles[n].gone_at <= now_ns()))) {
+            unmap(tiles[n].of);
+            tiles[n].of = NULL;
+        }
+}
+int cuMemMapArrayAsync(struct map_info *list, unsigned count, struct stream *stream) {
+    pthread_mutex_lock(&lock);
+    for (; count--; list++) {
+        for (int n = 0; n < TILES; n++)
+            if (tiles[n].of && tiles[n].array == list->array && tiles[n].x == list->x && !tiles[n].gone_at)
+                tiles[n].gone_at = stream_of(stream)->done_at + 1;
+        int n = 0;
+        while (tiles[n].of)
+            n++;
+        if (list->operation == 1) {
+            tiles[n].array = list->array, tiles[n].x = list->x, tiles[n].gone_at = 0, tiles[n].of = list->handle;
+            list->handle->maps++;
+        }
+    }
+    drop_tiles(NULL);
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuArrayDestroy(struct array *array) {
+    pthread_mutex_lock(&lock);
+    drop_tiles(array);
+    give(array->gpu, array->taken);
+    pthread_mutex_unlock(&lock);
+    return free(array), OK;
+}
+int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array); }
+
+/* What was freed is free to work that comes after it: in the same stream, in one that waits for that, or once it is done. */
+#define PENDING 64
+struct pool {
+    int gpu;
+    uint64_t reserved, used, threshold;
+    int live, destroyed, no_dependencies;
+    struct { struct stream *in; uint64_t at, bytes; } pending[PENDING];
+};
 static struct pool default_pools[GPUS], *current_pools[GPUS];
 
 int cuStreamCreate(struct stream **stream, unsigned flags) {
@@ -512,8 +622,18 @@ int cuMemPoolCreate(struct pool **pool, const struct properties *properties) {
     (*pool)->gpu = properties->location_kind == 1 ? gpu_of(properties->location) : -1;
     return OK;
 }
+static int comes_after(struct stream *stream, struct stream *other);
+static uint64_t pending(struct pool *pool, struct stream *to) {
+    uint64_t sum = 0;
+    for (int n = 0; n < PENDING; n++) {
+        if (pool->pending[n].bytes && (pool->pending[n].at <= now_ns() || (to && comes_after(to, pool->pending[n].in))))
+            pool->pending[n].bytes = 0;
+        sum += pool->pending[n].bytes;
+    }
+    return sum;
+}
 static void pool_shrink(struct pool *pool, uint64_t keep) {
-    uint64_t wanted = (pool->used + 2 * MIB - 1) & ~(2 * MIB - 1);
+    uint64_t wanted = (pool->used + pending(pool, NULL) + 2 * MIB - 1) & ~(2 * MIB - 1);
     wanted = wanted > keep ? wanted : keep;
     if (pool->reserved > wanted) {
         if (pool->gpu >= 0)
@@ -535,9 +655,10 @@ int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, 
         return add_alloc_node(stream->capture, bytes, stream->context->device, address);
     uint64_t taken = (bytes + 511) & ~511ull;
     pthread_mutex_lock(&lock);
-    int result = fail_next && pool->used + taken <= pool->reserved ? (fail_next--, FAILED) : OK;
-    if (!result && pool->used + taken > pool->reserved) {
-        uint64_t more = (pool->used + taken - pool->reserved + POOL_STEP - 1) / POOL_STEP * POOL_STEP;
+    uint64_t used = pool->used + pending(pool, stream_of(stream));
+    int result = fail_next && used + taken <= pool->reserved ? (fail_next--, FAILED) : OK;
+    if (!result && used + taken > pool->reserved) {
+        uint64_t more = (used + taken - pool->reserved + POOL_STEP - 1) / POOL_STEP * POOL_STEP;
         result = pool->gpu >= 0 ? take(pool->gpu, more) : OK;
         if (!result)
             pool->reserved += more;
@@ -561,6 +682,15 @@ int cuMemAllocAsync_ptsz(uint64_t *address, size_t bytes, struct stream *stream)
 int cuMemFreeAsync(uint64_t address, struct stream *stream) {
     if ((uintptr_t)stream > 2 && stream->capture)
         return OK;
+    pthread_mutex_lock(&lock);
+    struct block *block = block_at(address);
+    for (int n = 0; block && block->pool && n < PENDING; n++)
+        if (!block->pool->pending[n].bytes && stream_of(stream)->done_at > now_ns()) {
+            block->pool->pending[n].in = stream_of(stream);
+            block->pool->pending[n].at = stream_of(stream)->done_at, block->pool->pending[n].bytes = block->taken;
+            break;
+        }
+    pthread_mutex_unlock(&lock);
     return cuMemFree_v2(address);
 }
 static void shrink_all(void) {
@@ -572,6 +702,7 @@ static void shrink_all(void) {
         if (current && current != &default_pools[device])
             pool_shrink(current, current->threshold);
     }
+    drop_tiles(NULL);
     pthread_mutex_unlock(&lock);
 }
 static _Atomic uint64_t all_done_at;
@@ -579,7 +710,7 @@ int cuStreamSynchronize(struct stream *stream) { return wait_until(stream_of(str
 int cuCtxSynchronize(void) { return wait_until(all_done_at), shrink_all(), OK; }
 
 /* Events: when the stream they were recorded in will have come to them. */
-struct event { uint64_t at; };
+struct event { uint64_t at; struct stream *in; };
 #define NOT_READY 600
 static _Atomic int events_alive, recorded_while_capturing;
 int cuEventCreate(struct event **event, unsigned flags) {
@@ -597,8 +728,26 @@ int cuEventRecord(struct event *event, struct stream *stream) {
     if (stream_of(stream)->capture)
         recorded_while_capturing++;
     uint64_t now = now_ns(), done = stream_of(stream)->done_at;
-    return event->at = done > now ? done : now, OK;
+    return event->at = done > now ? done : now, event->in = stream_of(stream), OK;
 }
+/* A stream that has waited for another one, as of now. */
+static struct { struct stream *stream, *other; } waits[64];
+int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags) {
+    static int count;
+    (void)flags;
+    stream = stream_of(stream);
+    if (stream->done_at < event->at)
+        stream->done_at = event->at;
+    waits[count % 64].stream = stream, waits[count++ % 64].other = event->in;
+    return OK;
+}
+static int comes_after(struct stream *stream, struct stream *other) {
+    for (int n = 0; n < 64; n++)
+        if (stream == other || (waits[n].stream == stream && waits[n].other == other))
+            return 1;
+    return 0;
+}
+int cuStreamQuery(struct stream *stream) { return stream_of(stream)->done_at > now_ns() ? NOT_READY : OK; }
 int cuEventQuery(struct event *event) { return event->at && now_ns() < event->at ? NOT_READY : OK; }
 int cuEventSynchronize(struct event *event) { return wait_until(event->at), OK; }
 int cuEventElapsedTime(float *milliseconds, struct event *from, struct event *to) {
@@ -615,6 +764,8 @@ int cuMemPoolTrimTo(struct pool *pool, size_t keep) {
 }
 int cuMemPoolGetAttribute(struct pool *pool, int which, void *value) {
     switch (which) {
+    case 1: return *(int *)value = 1, OK;
+    case 3: return *(int *)value = !pool->no_dependencies, OK;
     case 4: return *(uint64_t *)value = pool->threshold, OK;
     case 5: return *(uint64_t *)value = pool->reserved, OK;
     case 7: return *(uint64_t *)value = pool->used, OK;
@@ -623,6 +774,8 @@ int cuMemPoolGetAttribute(struct pool *pool, int which, void *value) {
     }
 }
 int cuMemPoolSetAttribute(struct pool *pool, int which, void *value) {
+    if (which == 3)
+        return pool->no_dependencies = !*(int *)value, OK;
     return which == 4 ? (pool->threshold = *(uint64_t *)value, OK) : INVALID_VALUE;
 }
 int cuMemPoolDestroy(struct pool *pool) {
@@ -687,12 +840,22 @@ int cuGraphMemAllocNodeGetParams(struct node *node, struct alloc *alloc) {
     alloc->pool = (struct properties){1, 0, 1, node->device};
     return alloc->bytes = node->bytes, OK;
 }
+/* Small allocations share pages. */
+static void add_up(struct graph *graph, uint64_t *large, uint64_t *small) {
+    for (int n = 0; n < graph->count; n++) {
+        uint64_t bytes = graph->nodes[n].bytes;
+        if (graph->nodes[n].kind == 4)
+            add_up(graph->nodes[n].inner, large, small);
+        else if (bytes > MIB)
+            *large += (bytes + 2 * MIB - 1) & ~(2 * MIB - 1);
+        else
+            *small += (bytes + 511) & ~511ull;
+    }
+}
 static uint64_t size_of_graph(struct graph *graph) {
-    uint64_t sum = 0;
-    for (int n = 0; n < graph->count; n++)
-        sum += graph->nodes[n].kind == 4 ? size_of_graph(graph->nodes[n].inner)
-                                         : (graph->nodes[n].bytes + 2 * MIB - 1) & ~(2 * MIB - 1);
-    return sum;
+    uint64_t large = 0, small = 0;
+    add_up(graph, &large, &small);
+    return large + ((small + 2 * MIB - 1) & ~(2 * MIB - 1));
 }
 int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_t flags) {
     (void)flags;

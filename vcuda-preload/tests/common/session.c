@@ -1,13 +1,22 @@
 /* A CUDA program that does what it is told, a command a line: `alloc 1048576` → `0 138247372800`, the driver's result and
  * what it gave. With `stress SEED COUNT` it does as it likes with everything that takes memory. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <fenv.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <spawn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -92,6 +101,142 @@ static u64 now_ms(void) {
     return time.tv_sec * 1000ull + time.tv_nsec / 1000000;
 }
 
+static int command(const char *name, u64 a, u64 b, u64 c, u64 *out);
+
+/* What a child tries with what it has from its parent: the parent's block, memory of its own, a new start. */
+static void as_child(u64 block) {
+    u64 got[2];
+    ((void (*)(void))of_model("modelInChild"))();
+    CALL("cuMemFree_v2", block);
+    CALL("cuMemAlloc_v2", got, 512UL);
+    CALL("cuMemGetInfo_v2", got, got + 1);
+    CALL("cuInit", 0UL);
+}
+static int run_child(void *block) { return as_child((u64)block), 0; }
+static int exit_child(void *unused) { (void)unused, exit(0); }
+static int quiet_child(void *unused) { (void)unused, _exit(0); }
+static void *run_thread(void *unused) { return unused; }
+
+static int child_by(const char *how, u64 block) {
+    static char stack[1 << 20] __attribute__((aligned(16)));
+    int status = 0;
+    pid_t child = -1;
+    fflush(stdout);
+    if (!strcmp(how, "fork"))
+        child = fork();
+    else if (!strcmp(how, "clone")) /* Past the C library's handlers. */
+        child = syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL);
+    else if (!strcmp(how, "clone3")) {
+        struct { u64 flags, pidfd, child_tid, parent_tid, exit_signal, rest[3]; } arguments = {.exit_signal = SIGCHLD};
+        child = syscall(SYS_clone3, &arguments, sizeof arguments);
+    } else if (!strcmp(how, "clone-shared-files")) /* It closes nothing of its parent's by ending. */
+        child = clone(run_child, stack + sizeof stack, CLONE_FILES | CLONE_FS | SIGCHLD, (void *)block);
+    else if (!strcmp(how, "vfork")) {
+        child = vfork();
+        if (!child)
+            _exit(0);
+    } else if (!strcmp(how, "clone-vm"))
+        child = clone(quiet_child, stack + sizeof stack, CLONE_VM | CLONE_VFORK | SIGCHLD, NULL);
+    else if (!strcmp(how, "clone-vm-exit")) /* Runs what is registered for the parent's end (HAMi-core#292). */
+        child = clone(exit_child, stack + sizeof stack, CLONE_VM | CLONE_VFORK | SIGCHLD, NULL);
+    else if (!strcmp(how, "spawn")) {
+        char *arguments[] = {"true", NULL};
+        if (posix_spawn(&child, "/bin/true", NULL, NULL, arguments, NULL))
+            return -1;
+    } else if (!strcmp(how, "thread")) {
+        pthread_t thread;
+        return pthread_create(&thread, NULL, run_thread, NULL) || pthread_join(thread, NULL);
+    }
+    if (!child)
+        as_child(block), _exit(0);
+    if (child < 0 || waitpid(child, &status, 0) != child)
+        return -1;
+    return status;
+}
+
+static void *end_thread(void *unused) { (void)unused, exit(0); }
+static void end_handler(int unused) { (void)unused, _exit(0); }
+static void end_by(const char *how) {
+    if (!strcmp(how, "exit")) exit(0);
+    if (!strcmp(how, "quick-exit")) quick_exit(0);
+    if (!strcmp(how, "raw-exit")) syscall(SYS_exit_group, 0);
+    struct rlimit none = {0, 0};
+    setrlimit(RLIMIT_CORE, &none);
+    if (!strcmp(how, "abort")) abort();
+    if (!strcmp(how, "segfault")) signal(SIGSEGV, SIG_DFL), raise(SIGSEGV);
+    if (!strcmp(how, "exit-in-handler")) signal(SIGUSR1, end_handler), raise(SIGUSR1);
+    pthread_t thread;
+    pthread_create(&thread, NULL, end_thread, NULL);
+    for (;;)
+        pause();
+}
+
+/* What a library must leave alone, each as one number. */
+enum { HANDLERS, MASK, UMASK, ENVIRONMENT, FOLDER, ROUNDING, STACK, TIMER, PARTS };
+static u64 mix(u64 hash, const void *bytes, size_t size) {
+    for (size_t n = 0; n < size; n++)
+        hash = (hash ^ ((const unsigned char *)bytes)[n]) * 1099511628211ull;
+    return hash;
+}
+static void surroundings(u64 *parts) {
+    extern char **environ;
+    memset(parts, 0, PARTS * sizeof *parts);
+    for (int n = 1; n < 65; n++) {
+        struct sigaction action;
+        memset(&action, 0, sizeof action);
+        if (!sigaction(n, NULL, &action))
+            parts[HANDLERS] = mix(parts[HANDLERS], &action.sa_handler, sizeof action.sa_handler) + action.sa_flags;
+    }
+    sigset_t mask;
+    memset(&mask, 0, sizeof mask);
+    pthread_sigmask(SIG_SETMASK, NULL, &mask);
+    parts[MASK] = mix(0, &mask, sizeof mask);
+    umask(parts[UMASK] = umask(0));
+    for (char **at = environ; *at; at++)
+        parts[ENVIRONMENT] = mix(mix(parts[ENVIRONMENT], at, sizeof at), *at, strlen(*at));
+    char folder[4096];
+    parts[FOLDER] = mix(0, folder, strlen(getcwd(folder, sizeof folder)));
+    parts[ROUNDING] = fegetround();
+    stack_t stack;
+    sigaltstack(NULL, &stack);
+    parts[STACK] = stack.ss_flags;
+    struct itimerval timer;
+    getitimer(ITIMER_REAL, &timer);
+    parts[TIMER] = timer.it_value.tv_sec | timer.it_value.tv_usec;
+}
+static int untouched(u64 *out) {
+    static const char *all[][2] = {{"alloc", "free"}, {"managed", "free"}, {"create", "release"}, {"async", "free-async"}};
+    u64 before[PARTS], after[PARTS], got[2], unused[2];
+    surroundings(before);
+    int result = command("init", 0, 0, 0, got);
+    for (int n = 0; n < 4 && !result; n++) {
+        errno = 78;
+        if (!(result = command(all[n][0], 2 << 20, 0, 0, got)))
+            result = command(all[n][1], got[0], 0, 0, unused);
+        if (errno != 78)
+            return -2;
+        if (command("alloc", 1ull << 40, 0, 0, got) != 2 || errno != 78)
+            return -3;
+    }
+    for (int n = 0; n < 100 && !result; n++)
+        result = launch_by(0, 20000, 0);
+    if (!result)
+        result = command("sync", 0, 0, 0, got);
+    if (!result)
+        result = command("nvml", 0, 0, 0, got);
+    if (errno != 78)
+        return -4;
+    DIR *tasks = opendir("/proc/self/task");
+    for (out[1] = 0; readdir(tasks); out[1]++)
+        ;
+    closedir(tasks);
+    out[1] -= 2;
+    surroundings(after);
+    for (int n = 0; n < PARTS; n++)
+        out[0] |= (u64)(before[n] != after[n]) << n;
+    return result;
+}
+
 static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     struct properties properties = {1, 0, 1, 0, {0}};
     out[0] = out[1] = 0;
@@ -167,6 +312,29 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
             CALL("cuDeviceGetDefaultMemPool", &pool, a);
         return CALL("cuMemPoolTrimTo", pool, c);
     }
+    if (!strcmp(name, "no-dependencies")) {
+        u64 pool, allowed = 0;
+        CALL("cuDeviceGetDefaultMemPool", &pool, a);
+        return CALL("cuMemPoolSetAttribute", pool, 3UL, &allowed);
+    }
+    if (!strcmp(name, "tile")) {
+        /* Maps the memory of handle `b`, or nothing, in array `a`, as tile number `c` % 100 of it, in stream `c` / 100. */
+        struct {
+            unsigned kind;
+            u64 array;
+            unsigned part_kind, padding, level, layer, x, y, z, width, height, depth, operation, handle_kind;
+            u64 handle, offset;
+            unsigned devices, flags, reserved[2];
+        } info = {0, a, 0, 0, 0, 0, c % 100 * 64, 0, 0, 64, 64, 1, b ? 1 : 2, 0, b, 0, 1, 0, {0}};
+        return CALL("cuMemMapArrayAsync", &info, 1UL, c / 100);
+    }
+    if (!strcmp(name, "multicast")) {
+        u64 properties[4] = {1, 64 << 20};
+        return CALL("cuMulticastCreate", out, properties);
+    }
+    if (!strcmp(name, "bind")) return CALL("cuMulticastBindMem", a, c, b, 0UL, 2UL << 20, 0UL);
+    if (!strcmp(name, "bind-address")) return CALL("cuMulticastBindAddr", a, c, b, 2UL << 20, 0UL);
+    if (!strcmp(name, "unbind")) return CALL("cuMulticastUnbind", a, b, c, 2UL << 20);
     if (!strcmp(name, "stream")) return CALL("cuStreamCreate", out, 0UL);
     if (!strcmp(name, "wait")) return CALL("cuStreamSynchronize", a);
     if (!strcmp(name, "wait-context")) return CALL("cuCtxSynchronize");
@@ -306,6 +474,58 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         }
         return 0;
     }
+    if (!strcmp(name, "tiled")) {
+        /* A sparse array with `a` bytes, to which there is no handle. */
+        u64 handle, unused[2];
+        int result = command("create", a, 0, 0, &handle);
+        if (result)
+            return result;
+        command("array", 4096, 4096, 64, out);
+        command("tile", out[0], handle, 0, unused);
+        return command("release", handle, 0, 0, unused);
+    }
+    if (!strcmp(name, "bound")) {
+        /* A multicast object with `a` bytes, the same. */
+        u64 handle, unused[2];
+        int result = command("create", a, 0, 0, &handle);
+        if (result)
+            return result;
+        command("multicast", 0, 0, 0, out);
+        command("bind", out[0], handle, 0, unused);
+        return command("release", handle, 0, 0, unused);
+    }
+    if (!strcmp(name, "run-graph")) {
+        u64 graph, unused[2];
+        command("graph", 0, 0, 0, &graph), command("graph-alloc", graph, a, 0, unused), command("exec", graph, 0, 0, out);
+        CALL("cuGraphDestroy", graph);
+        int result = command("launch", out[0], 0, 0, unused);
+        if (result)
+            command("free-exec", out[0], 0, 0, unused);
+        return result;
+    }
+    if (!strcmp(name, "end-graph")) {
+        u64 unused[2];
+        int result = command("free-exec", a, 0, 0, unused);
+        return result ? result : command("trim-graphs", 0, 0, 0, unused);
+    }
+    if (!strcmp(name, "in-context")) {
+        u64 got[2], unused[2];
+        command("context", 0, 0, 0, out);
+        int result = command("alloc", a, 0, 0, got);
+        if (result)
+            command("destroy", out[0], 0, 0, unused);
+        return command("primary", 0, 0, 0, unused), result;
+    }
+    if (!strcmp(name, "own-pool")) {
+        u64 pool, unused[2];
+        command("pool", 1, 0, 0, &pool);
+        int result = command("from-pool", a, pool, 0, out);
+        command("free-pool", pool, 0, 0, unused);
+        return result;
+    }
+    if (!strncmp(name, "child-by-", 9)) return child_by(name + 9, a);
+    if (!strncmp(name, "end-by-", 7)) end_by(name + 7);
+    if (!strcmp(name, "untouched")) return untouched(out);
     if (!strcmp(name, "become")) {
         fflush(stdout);
         execl("/bin/cat", "cat", NULL);
@@ -325,6 +545,8 @@ static u64 chance(u64 below) {
 static const struct { const char *make, *end; u64 unit; } KINDS[] = {
     {"alloc", "free", 1},       {"managed", "free", 1},         {"pitch", "free", 0},       {"array", "free-array", 0},
     {"mipmap", "free-mipmap", 0}, {"create", "release", 2 << 20}, {"async", "free-async", 1}, {"async", "free", 1},
+    {"tiled", "free-array", 2 << 20}, {"bound", "release", 2 << 20}, {"run-graph", "end-graph", 1}, {"in-context", "destroy", 1},
+    {"own-pool", "free-async", 1},
 };
 
 /* `alone`: no other process holds memory, so what CUDA says is in use must be what the driver gave out, after every step. */
