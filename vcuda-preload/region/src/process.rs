@@ -58,8 +58,8 @@ impl Identity {
         let own = std::process::id();
         let there = self.pid != 0
             && self.pid != own
-            && self.pid_namespace == own_namespace()
-            && stat(self.pid).is_some_and(|stat| stat.start == self.start);
+            && stat(self.pid).is_some_and(|stat| stat.start == self.start)
+            && self.pid_namespace == own_namespace();
         // SAFETY: no memory is involved.
         there && unsafe { libc::syscall(libc::SYS_kcmp, own, self.pid, KCMP_FILES, 0_usize, 0_usize) } == 0
     }
