@@ -241,7 +241,8 @@ async fn running_shares_are_checked_as_they_run() {
     // By the beginning of its ID; the shim and the driver that are mounted into it are none of the image's.
     let (code, report) = check_node(&node, &["container", &fit.id("main")[..12]]);
     assert_eq!((code, &report["verdict"]), (Some(0), &"fits".into()), "{report}");
-    assert_eq!(report["findings"], serde_json::json!([]), "{report}");
+    let loud = report["findings"].as_array().unwrap().iter().filter(|finding| finding["severity"] != "info");
+    assert_eq!(loud.count(), 0, "{report}");
 
     // One that runs because the node says so is told all the same, and the others with it.
     node.import(&Image::busybox("local/busybox:1")).unwrap();
