@@ -21,7 +21,14 @@ const READ_ONLY: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
 /// A file of ours that the container writes.
 const WRITABLE: [&str; 6] = ["bind", "rw", "nosuid", "nodev", "noexec", "rprivate"];
 
-/// Where in the container our mounts go, for the driver of `inventory`.
+/// Folder in the container for what is ours alone. It is a file system of its own, in memory: on the image's a runtime
+/// makes a file or folder for each mount, and that takes most of the time that a mount does.
+const FOLDER: &str = "/usr/local/vcuda";
+
+/// A runtime makes it read-only when all mounts are in place.
+const FOLDER_OPTIONS: [&str; 6] = ["ro", "nosuid", "nodev", "noexec", "mode=0755", "size=64k"];
+
+/// Where in the container our files go, for the driver of `inventory`.
 fn mounts(
     inventory: &Inventory,
     folder: &ShareFolder,
@@ -59,14 +66,17 @@ pub fn adjustment(
     adjustment.linux =
         MessageField::some(LinuxContainerAdjustment { devices, ..LinuxContainerAdjustment::default() });
     if record.shim {
-        let mount = |(to, from, options): (PathBuf, PathBuf, &[&str])| Mount {
-            destination: text(&to),
-            source: text(&from),
-            type_: "bind".into(),
+        let mount = |kind: &str, to: &Path, from: &Path, options: &[&str]| Mount {
+            destination: text(to),
+            source: text(from),
+            type_: kind.into(),
             options: options.iter().map(|&option| option.into()).collect(),
             ..Mount::default()
         };
-        adjustment.mounts = mounts(inventory, folder, paths).into_iter().map(mount).collect();
+        let room = mount("tmpfs", Path::new(FOLDER), Path::new("tmpfs"), &FOLDER_OPTIONS);
+        let files = mounts(inventory, folder, paths);
+        let files = files.iter().map(|(to, from, options)| mount("bind", to, from, options));
+        adjustment.mounts = [room].into_iter().chain(files).collect();
         adjustment.env =
             vec![KeyValue { key: LD_PRELOAD.into(), value: preload(&container.env), ..KeyValue::default() }];
     }
@@ -114,7 +124,7 @@ pub fn unenforceable(
     let ours = mounts(inventory, folder, paths);
     for mount in &container.mounts {
         let destination = plain(Path::new(&mount.destination));
-        if ours.iter().any(|(to, ..)| *to == destination) {
+        if destination == Path::new(FOLDER) || ours.iter().any(|(to, ..)| *to == destination) {
             return Some(format!(
                 "it has a mount of its own at {}, where vcuda mounts its control file; remove that volume mount",
                 shown(&mount.destination)

@@ -84,8 +84,14 @@ async fn a_share_brings_device_nodes_shim_limits_and_the_guards_annotation() {
         (place::LIMITS.into(), folder.join("limits"), "ro"),
         (place::USAGE.into(), folder.join("writable/usage"), "rw"),
     ];
-    assert_eq!(adjustment.mounts.len(), expected.len());
-    for ((to, from, mode), mount) in expected.iter().zip(&adjustment.mounts) {
+    let Some((room, files)) = adjustment.mounts.split_first() else { panic!("no mounts") };
+    assert_eq!((room.destination.as_str(), room.type_.as_str()), ("/usr/local/vcuda", "tmpfs"));
+    assert!(["ro", "nosuid", "nodev", "noexec"].iter().all(|o| room.options.contains(&(*o).to_owned())));
+    for ours in [place::SHIM, place::REAL_CUDA, place::REAL_NVML, place::LIMITS, place::USAGE] {
+        assert!(ours.starts_with(&format!("{}/", room.destination)), "{ours}");
+    }
+    assert_eq!(files.len(), expected.len());
+    for ((to, from, mode), mount) in expected.iter().zip(files) {
         assert_eq!((&mount.destination, mount.source.as_str()), (to, from.to_str().unwrap()));
         assert!(mount.options.contains(&(*mode).to_owned()), "{to}: {:?}", mount.options);
         assert!(
@@ -158,6 +164,7 @@ async fn refusals_name_pod_reason_and_remedy_and_leave_the_plugin_in_service() {
         (with(&|c| c.hooks = MessageField::none()), "enable_cdi"),
         (with(&|c| c.mounts = vec![mount("/etc//x/../ld.so.preload")]), "remove that volume mount"),
         (with(&|c| c.mounts = vec![mount(place::LIMITS)]), "remove that volume mount"),
+        (with(&|c| c.mounts = vec![mount("/usr/local/vcuda/")]), "remove that volume mount"),
         (
             with(&|c| c.mounts = vec![mount("/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01")]),
             "remove that volume mount",
