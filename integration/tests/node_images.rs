@@ -241,8 +241,10 @@ async fn running_shares_are_checked_as_they_run() {
     // By the beginning of its ID; the shim and the driver that are mounted into it are none of the image's.
     let (code, report) = check_node(&node, &["container", &fit.id("main")[..12]]);
     assert_eq!((code, &report["verdict"]), (Some(0), &"fits".into()), "{report}");
-    let loud = report["findings"].as_array().unwrap().iter().filter(|finding| finding["severity"] != "info");
-    assert_eq!(loud.count(), 0, "{report}");
+    let findings = report["findings"].as_array().unwrap().iter();
+    let loud: Vec<_> =
+        findings.filter(|of| of["severity"] != "info").map(|of| of["id"].as_str().unwrap()).collect();
+    assert_eq!(loud, ["entry-static"], "busybox sleeps in it: {report}");
 
     // One that runs because the node says so is told all the same, and the others with it.
     node.import(&Image::busybox("local/busybox:1")).unwrap();
@@ -258,7 +260,7 @@ async fn running_shares_are_checked_as_they_run() {
     // What GPUs there are is NVML's word.
     let inventory = ledger::Inventory::load(&node.vcuda.file().paths.inventory()).unwrap();
     let capabilities: Vec<_> = inventory.capabilities.values().copied().collect();
-    assert_eq!(capabilities, vec![90; inventory.gpus.len()]);
+    assert_eq!(capabilities, vec![80; inventory.gpus.len()], "A100s");
     for running in [&fit, &unfit] {
         node.kubelet.delete(running).await.unwrap();
     }
