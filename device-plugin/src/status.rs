@@ -166,6 +166,8 @@ pub struct Usage {
     pub launches: u64,
     /// Time that launches were held back, in nanoseconds, summed over threads, on all GPUs of the share.
     pub throttled_ns: u64,
+    /// Nothing holds it back at this moment, so it does not measure its GPU time.
+    pub unpaced: bool,
 }
 
 /// Of one GPU: what its container is held to, and what it has used.
@@ -278,7 +280,8 @@ impl Figures {
     /// What there is to say of one GPU.
     fn of(&self, gpu: &GpuUuid) -> OnGpu {
         let Some(at) = self.limits.find(&gpu.bytes()) else { return OnGpu::default() };
-        let governed = monotonic_ns().saturating_sub(self.limits.heartbeat_ns()) < HEARTBEAT_NS;
+        let now = monotonic_ns();
+        let governed = now.saturating_sub(self.limits.heartbeat_ns()) < HEARTBEAT_NS;
         let usage = |gpu: &region::GpuUsage| Usage {
             memory_bytes: gpu.used_bytes,
             unseen_bytes: self.limits.unseen_bytes(at),
@@ -286,6 +289,7 @@ impl Figures {
             gpu_ns: gpu.charged_ns,
             launches: self.usage.launches,
             throttled_ns: self.usage.throttled_ns,
+            unpaced: self.limits.pace(at).is_some_and(|pace| pace.is_unpaced(now)),
         };
         OnGpu {
             ceiling: Some(self.limits.memory_bytes(at)),

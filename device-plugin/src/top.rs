@@ -39,7 +39,8 @@ pub struct Doing {
     /// What it has, and has used so far.
     #[serde(flatten)]
     pub share: ShareStatus,
-    /// Thousandths of the GPU's time that it has used, by its own measure, since the last look.
+    /// Thousandths of the GPU's time that it has used, by its own measure, since the last look. None where nothing
+    /// holds it back: then it does not measure itself.
     pub measured_permille: Option<u64>,
     /// Kernel launches a second.
     pub launches_per_s: Option<u64>,
@@ -73,7 +74,8 @@ impl Top {
                 done
             })
             .collect();
-        doing.sort_by_key(|one| std::cmp::Reverse((one.measured_permille, one.share.used_percent)));
+        let driver = |one: &Doing| one.share.used_percent.map(|percent| u64::from(percent) * 10);
+        doing.sort_by_key(|one| std::cmp::Reverse(one.measured_permille.or(driver(one))));
         self.last = Some((now, seen));
         let passed_ms = passed.map_or(0, |passed| passed.as_millis().try_into().unwrap_or(u64::MAX));
         Ok(Look { passed_ms, shares: doing })
@@ -89,9 +91,10 @@ impl Doing {
             let more = of(now).checked_sub(of(before)).unwrap_or_else(|| of(now));
             u64::try_from(u128::from(more).checked_mul(scale)?.checked_div(passed_us)?).ok()
         };
+        let unpaced = [before, share.usage.as_ref()].into_iter().flatten().any(|usage| usage.unpaced);
         Self {
             // Nanoseconds in a microsecond are thousandths as they are.
-            measured_permille: rate(|usage| usage.gpu_ns, 1),
+            measured_permille: rate(|usage| usage.gpu_ns, 1).filter(|_| !unpaced),
             launches_per_s: rate(|usage| usage.launches, 1_000_000),
             held_back_permille: rate(|usage| usage.throttled_ns, 1),
             share,
@@ -176,6 +179,20 @@ mod tests {
         let text = Look { passed_ms: 2000, shares: vec![done] }.to_string();
         for part in ["ns/train", "20 to 50 low", "20.0 %", "1000", "8.0 GiB"] {
             assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+
+    #[test]
+    fn one_that_nothing_holds_back_has_no_measure_of_its_own_rather_than_nought() {
+        let before = Usage { launches: 1000, unpaced: true, ..Usage::default() };
+        let now = Usage { launches: 3000, ..before };
+        for (before, now) in [(before, now), (before, Usage { unpaced: false, ..now })] {
+            let mut share = share(Some(now));
+            share.used_percent = Some(97);
+            let done = Doing::since(Some(&before), Some(Duration::from_secs(1)), share);
+            assert_eq!((done.measured_permille, done.launches_per_s), (None, Some(2000)));
+            let text = Look { passed_ms: 1000, shares: vec![done] }.to_string();
+            assert!(text.contains("97 %") && !text.contains("0.0 %  97"), "{text}");
         }
     }
 
