@@ -5,61 +5,58 @@
 //! a cgroup with its ID, and processes in both. Its share is bound by the real ledger, and the governor is the device
 //! plugin's own, run in this process. No runtime is needed for that, and no kubelet.
 
-use std::{
-    env, fs,
-    os::unix::process::CommandExt,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::Arc,
-    thread,
-    time::{Duration, Instant},
-};
+mod machine;
 
-use anyhow::{Context, Result, bail, ensure};
+use std::thread;
+
+use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
-use device_plugin::{governor, meter::Meter, nvml::Surveyor};
-use ledger::{Claim, ContainerRef, Inventory, Ledger, PodRef, ShareFolder, ShareRecord, Terms};
-use region::{Limits, Usage, place};
-use rustix::process::{Pid, Signal, kill_process_group};
+use ledger::{Priority, Terms};
 use serde::Serialize;
-use serde_json::Value;
-use vcuda_config::{GpuUuid, Request};
 
-use crate::{
-    cache,
-    driver::{Driver, Wanted},
-};
+use machine::Bench;
 
-/// Until all containers launch, before the first window.
-const WARM_UP: Duration = Duration::from_millis(1500);
+/// Windows where a kernel fills a good part of one.
+const LONG_WINDOWS: usize = 20;
 
-/// A container that has not launched by then never will.
-const START: Duration = Duration::from_secs(30);
-
-/// What the ledger takes for the machine's boot.
-const BOOT: &str = "bench";
-
-/// Where a container's programs find the driver.
-const SYSTEM: &str = "/usr/local/lib";
+/// How often time is lent and wanted back.
+const GIVE_BACKS: usize = 5;
 
 /// Measures shares of a simulated GPU's time over windows of one second.
 #[derive(Args)]
 pub struct Arguments {
-    /// Windows of one second for each line of the table.
+    /// Windows of one second for each line of the table; for kernels of 200 ms at least 20.
     #[arg(long, default_value_t = 5)]
     windows: usize,
-    /// Only kinds of work whose name contains this.
+    /// Only kinds of work whose name contains this: "5 us", "100 us", "5 ms", "200 ms", "mix", "graph of 200",
+    /// "sync each", "16 streams"; "attack: 64 processes", "attack: ignores errors", "attack: process a launch";
+    /// "give back", "give back, low".
     #[arg(long, value_name = "TEXT")]
     work: Option<String>,
-    /// Only these shares, such as 30/70.
+    /// Three windows, and of the shares only 30, 30/70 and 10/90.
+    #[arg(long)]
+    quick: bool,
+    /// Only these shares, such as 30/70: no attacks, nothing given back.
     #[arg(long, value_name = "SHARES")]
     shares: Option<String>,
     /// With the governor, without it, or one after the other.
     #[arg(long, value_enum, default_value = "both")]
     governor: Governed,
-    /// Prints one JSON object instead of a table.
+    /// How it is printed.
+    #[arg(short, long, value_enum, default_value = "table")]
+    output: Output,
+    /// The same as `-o json`.
     #[arg(long)]
-    pub json: bool,
+    json: bool,
+}
+
+/// How the table is printed.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// Line by line as they are measured.
+    Table,
+    /// One object at the end.
+    Json,
 }
 
 /// Whether the governor runs.
@@ -114,14 +111,18 @@ const SHARES: [&[u32]; 9] = [
 
 /// Ways to want more than one's share, beside a fair neighbour of 70.
 const ATTACKS: [Work; 3] = [
-    Work { name: "64 processes", arguments: &["--kernel-us", "100", "--processes", "64"], longest_us: 100.0 },
     Work {
-        name: "ignores errors",
+        name: "attack: 64 processes",
+        arguments: &["--kernel-us", "100", "--processes", "64"],
+        longest_us: 100.0,
+    },
+    Work {
+        name: "attack: ignores errors",
         arguments: &["--kernel-us", "100", "--streams", "8", "--ignore-errors"],
         longest_us: 100.0,
     },
     Work {
-        name: "process a launch",
+        name: "attack: process a launch",
         arguments: &["--kernel-us", "1000", "--launches-a-process", "1"],
         longest_us: 1000.0,
     },
@@ -152,6 +153,15 @@ struct Line {
     containers: Vec<Got>,
 }
 
+/// How long an owner waits for time that was lent to another.
+#[derive(Serialize)]
+struct GivenBack {
+    work: &'static str,
+    /// From the owner's first launch until the borrower keeps to its own share, each time in milliseconds.
+    milliseconds: Vec<f64>,
+    worst_milliseconds: f64,
+}
+
 /// The table.
 #[derive(Serialize)]
 struct Table {
@@ -161,6 +171,7 @@ struct Table {
     /// What each kind of work gets of the GPU unpaced and alone, in percent.
     unpaced: Vec<(String, f64)>,
     lines: Vec<Line>,
+    given_back: Vec<GivenBack>,
 }
 
 /// What is assumed, and printed with the table.
@@ -168,81 +179,56 @@ const ASSUMPTIONS: &str = "\
 simulated GPU: one process at a time, 2 ms slices by turns, 10 us to switch; a kernel fills the GPU, those of several
 streams share it evenly; copies take no time. Windows of 1 s by the simulator's own account. Without the governor a share
 has its own slots and nothing lent. `ideal` is the asked share of what the work gets alone and unpaced; `physics` is what a
-window can be off because the longest kernel or graph, once launched, runs to its end.";
+window can be off because the longest kernel or graph, once launched, runs to its end. `lost` is the throughput lost to
+pacing, in percent of the ideal. With the governor and neighbours, measuring begins after nine seconds.";
 
-/// The simulated machine and what is installed on it.
-struct Bench {
-    driver: Driver,
-    inventory: Inventory,
-    meter: Arc<Meter>,
-    _surveyor: Surveyor,
-    shim: PathBuf,
-    probe: PathBuf,
-    folder: tempfile::TempDir,
-    count: usize,
-}
-
-/// A running container; killed when dropped, with all processes that it started.
-struct Container {
-    child: Child,
-    cgroup: PathBuf,
-}
-
-impl Drop for Container {
-    fn drop(&mut self) {
-        if let Some(group) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
-            let _ = kill_process_group(group, Signal::KILL);
-        }
-        let _ = self.child.wait();
-        // Until the last of its processes is gone.
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while fs::remove_dir(&self.cgroup).is_err() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-/// A new cgroup of this name, in whatever hierarchy this machine has.
-fn cgroup(name: &str) -> Result<PathBuf> {
-    let root = Path::new("/sys/fs/cgroup");
-    let unified = root.join("cgroup.controllers").exists();
-    let folder = if unified { root.join(name) } else { root.join("pids").join(name) };
-    fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
-    Ok(folder)
+/// What is borrowed and given back: the borrower's terms.
+fn borrowers() -> [(&'static str, Terms); 2] {
+    let terms = |priority| Terms { core_limit: Some(100), priority, ..Terms::default() };
+    [("give back", terms(Priority::Normal)), ("give back, low", terms(Priority::Low))]
 }
 
 /// Measures everything, and prints it.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    ensure!(arguments.windows > 0, "at least one window");
-    let mut bench = Bench::new()?;
+    let least = if arguments.quick { arguments.windows.min(3) } else { arguments.windows };
+    ensure!(least > 0, "at least one window");
+    let quiet = arguments.json || arguments.output == Output::Json;
     let wanted = |name: &str| arguments.work.as_ref().is_none_or(|work| name.contains(work.as_str()));
+    let borrowers = borrowers();
+    let mut names = WORK.iter().chain(&ATTACKS).map(|work| work.name).chain(borrowers.iter().map(|of| of.0));
+    ensure!(names.any(wanted), "no such work; `--help` lists them");
+    let mut bench = Bench::new()?;
     let mut table = Table {
         shim: bench.shim.display().to_string(),
-        windows: arguments.windows,
+        windows: least,
         cpus: thread::available_parallelism().map_or(1, usize::from),
         unpaced: vec![],
         lines: vec![],
+        given_back: vec![],
     };
-    if !arguments.json {
+    if !quiet {
         println!("{ASSUMPTIONS}\nshim {}, {} CPUs\n", table.shim, table.cpus);
         println!(
-            "{:<16} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8}",
+            "{:<24} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8}",
             "work", "shares", "governor", "asked", "ideal", "mean", "worst", "lost %", "physics"
         );
     }
     for work in WORK.iter().filter(|work| wanted(work.name)) {
-        let unpaced = mean(&bench.measure(&[(work, None)], arguments.windows.min(3), false)?[0]);
+        let windows = if work.longest_us >= 100_000.0 { least.max(LONG_WINDOWS) } else { least };
+        let unpaced = mean(&bench.measure(&[(work, None)], least.min(3), false)?[0]);
         table.unpaced.push((work.name.into(), unpaced));
         for shares in SHARES {
             let named = shares.iter().map(u32::to_string).collect::<Vec<_>>().join("/");
-            if arguments.shares.as_ref().is_some_and(|shares| *shares != named) {
+            if arguments.shares.as_ref().is_some_and(|shares| *shares != named)
+                || arguments.quick && !["30", "30/70", "10/90"].contains(&named.as_str())
+            {
                 continue;
             }
             let all: Vec<_> = shares.iter().map(|share| (work, Some(*share))).collect();
             for governor in arguments.governor.all() {
-                let windows = bench.measure(&all, arguments.windows, *governor)?;
+                let windows = bench.measure(&all, windows, *governor)?;
                 let of = Of { work, named: &named, shares, governor: *governor };
-                table.lines.push(line(&of, &[unpaced], windows, arguments.json));
+                table.lines.push(line(&of, &[unpaced], windows, quiet));
             }
         }
     }
@@ -255,14 +241,24 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             table.unpaced.push((attack.name.into(), unpaced));
             for governor in arguments.governor.all() {
                 let both = [(attack, Some(30)), (fair, Some(70))];
-                let windows = bench.measure(&both, arguments.windows, *governor)?;
+                let windows = bench.measure(&both, least, *governor)?;
                 let named = "30 attacks 70";
                 let of = Of { work: attack, named, shares: &[30, 70], governor: *governor };
-                table.lines.push(line(&of, &[unpaced, alone], windows, arguments.json));
+                table.lines.push(line(&of, &[unpaced, alone], windows, quiet));
             }
         }
     }
-    if arguments.json {
+    let borrowers = borrowers.into_iter().filter(|(name, _)| wanted(name) && arguments.shares.is_none());
+    for (work, terms) in borrowers {
+        let times = (0..GIVE_BACKS).map(|_| bench.give_back(fair, terms));
+        let milliseconds = times.collect::<Result<Vec<f64>>>()?;
+        let worst_milliseconds = milliseconds.iter().copied().fold(0.0, f64::max);
+        if !quiet {
+            println!("{work:<24} within {worst_milliseconds:.0} ms, {GIVE_BACKS} times: {milliseconds:.0?}");
+        }
+        table.given_back.push(GivenBack { work, milliseconds, worst_milliseconds });
+    }
+    if quiet {
         println!("{}", serde_json::to_string_pretty(&table)?);
     }
     Ok(())
@@ -310,7 +306,7 @@ fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
             let [name, shares, governor] =
                 if at == 0 { [line.work.as_str(), line.shares.as_str(), governor] } else { [""; 3] };
             println!(
-                "{name:<16} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
+                "{name:<24} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
                 got.asked_percent,
                 got.ideal_percent,
                 got.mean_percent,
@@ -321,166 +317,4 @@ fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
         }
     }
     line
-}
-
-impl Bench {
-    fn new() -> Result<Self> {
-        let dist = cache::dist()?;
-        let folder = tempfile::tempdir()?;
-        let driver = Driver::start(folder.path(), Wanted::Simulated(1))?;
-        let gpu = driver.gpus()?.into_iter().next().context("no simulated GPU")?;
-        let gpu = ledger::Gpu {
-            uuid: GpuUuid::try_from(gpu.uuid)?,
-            name: gpu.name,
-            minor: 0,
-            total_bytes: gpu.total_bytes,
-            memory_units: u32::try_from(gpu.total_bytes >> 28)?,
-            numa_node: None,
-            pci_bus_id: "00000000:10:00.0".into(),
-            healthy: true,
-            device_nodes: vec![],
-        };
-        let of =
-            ledger::Driver { version: driver.version()?, library_dir: "/usr/lib/x86_64-linux-gnu".into() };
-        let inventory = Inventory::new(BOOT.into(), of, vec![], vec![gpu]);
-        let meter = Arc::new(Meter::default());
-        let surveyor = Surveyor::start(driver.root().into(), &[], Arc::clone(&meter))?;
-        let shim =
-            env::var_os("VCUDA_SHIM").map_or_else(|| dist.join("lib/libvcuda_preload.so"), PathBuf::from);
-        let probe = dist.join("test/cuda-probe");
-        Ok(Self { driver, inventory, meter, _surveyor: surveyor, shim, probe, folder, count: 0 })
-    }
-
-    /// Runs containers at once, each with a share or with the bare driver, and gives what each got of the GPU in every
-    /// window, in percent.
-    fn measure(
-        &mut self,
-        all: &[(&Work, Option<u32>)],
-        windows: usize,
-        governed: bool,
-    ) -> Result<Vec<Vec<f64>>> {
-        self.count += 1;
-        let shares = self.folder.path().join(format!("run-{}", self.count)).join("shares");
-        fs::create_dir_all(&shares)?;
-        let ledger = Ledger::open_in_boot(&shares, BOOT.into())?;
-        let names = (0..all.len()).map(|at| format!("vcudabench{}x{}x{at}", std::process::id(), self.count));
-        let names: Vec<String> = names.collect();
-        let mut folders = vec![];
-        for ((_, share), name) in all.iter().zip(&names) {
-            folders.push(share.map(|core| self.share(&ledger, name, core)).transpose()?);
-        }
-        let start = || governor::start(shares, false, Arc::clone(&self.meter));
-        let _governor = governed.then(start).transpose()?;
-        let mut running = vec![];
-        for (((work, _), name), share) in all.iter().zip(&names).zip(&folders) {
-            let cgroup = cgroup(name)?;
-            let child =
-                self.command(work, &cgroup, share.as_ref()).and_then(|mut command| Ok(command.spawn()?));
-            match child.context("unshare") {
-                Ok(child) => running.push(Container { child, cgroup }),
-                Err(error) => {
-                    let _ = fs::remove_dir(&cgroup);
-                    return Err(error);
-                }
-            }
-        }
-        let begin = Instant::now();
-        while self.busy(&running)?.1.contains(&0) {
-            for container in &mut running {
-                if let Some(status) = container.child.try_wait()? {
-                    bail!("a container ended ({status}) before it had launched; its words are above");
-                }
-            }
-            ensure!(begin.elapsed() < START, "a container launches nothing");
-            thread::sleep(Duration::from_millis(20));
-        }
-        thread::sleep(WARM_UP);
-        let mut got = vec![vec![]; running.len()];
-        let first = Instant::now();
-        let mut before = self.busy(&running)?;
-        for window in 1..=windows {
-            let end = first + Duration::from_secs(1) * u32::try_from(window)?;
-            thread::sleep(end.saturating_duration_since(Instant::now()));
-            let after = self.busy(&running)?;
-            let passed = after.0.saturating_sub(before.0).max(1) as f64;
-            for (at, windows) in got.iter_mut().enumerate() {
-                windows.push(after.1[at].saturating_sub(before.1[at]) as f64 * 100.0 / passed);
-            }
-            before = after;
-        }
-        Ok(got)
-    }
-
-    /// The simulator's time, and the GPU time that each container has had, in nanoseconds.
-    fn busy(&self, all: &[Container]) -> Result<(u64, Vec<u64>)> {
-        let mut ask = Command::new(cache::dist()?.join("sim/sim-gpud"));
-        ask.args(["ctl", "--root"]).arg(self.driver.root()).arg("show");
-        let output = ask.output().context("sim-gpud ctl")?;
-        ensure!(output.status.success(), "sim-gpud ctl: {}", String::from_utf8_lossy(&output.stderr));
-        let show: Value = serde_json::from_slice(&output.stdout)?;
-        let at = show["gpus"][0]["atNs"].as_u64().context("sim-gpud tells no time")?;
-        let lists = ["processes", "ended"].map(|list| show[list].as_array().cloned().unwrap_or_default());
-        let of = |container: &Container| {
-            let own = |one: &&Value| one["group"].as_u64() == Some(container.child.id().into());
-            lists.iter().flatten().filter(own).filter_map(|one| one["busyNs"][0].as_u64()).sum()
-        };
-        Ok((at, all.iter().map(of).collect()))
-    }
-
-    /// A new share.
-    fn share(&self, ledger: &Ledger, name: &str, core: u32) -> Result<ShareFolder> {
-        let claim = Claim {
-            pod: PodRef {
-                uid: name.into(),
-                namespace: "bench".into(),
-                name: name.into(),
-                sandbox_id: format!("sandbox-{name}"),
-            },
-            container: ContainerRef { name: "main".into(), id: name.into() },
-            request: Request::new(core, 4)?,
-            terms: Terms::default(),
-            wishes: ledger::Wishes::default(),
-        };
-        let fill = |record: &ShareRecord, folder: &ShareFolder| {
-            Limits::create(&folder.limits(), &record.limits(false))?;
-            fs::create_dir_all(folder.usage().parent().unwrap_or(Path::new("/")))?;
-            Usage::create(&folder.usage())
-        };
-        Ok(ledger.bind(&self.inventory, &claim, &[], fill)?.folder)
-    }
-
-    /// A container's first process. What it mounts is only in its own namespace; `/usr/local` of the host is hidden there.
-    fn command(&self, work: &Work, cgroup: &Path, share: Option<&ShareFolder>) -> Result<Command> {
-        let library =
-            |name: &str| self.driver.root().join("usr/lib/x86_64-linux-gnu").join(name).canonicalize();
-        let (cuda, nvml) = (library("libcuda.so.1")?, library("libnvidia-ml.so.1")?);
-        let mut script = format!(
-            "set -e; echo $$ > '{}/cgroup.procs'; mount --make-rprivate /; mount -t tmpfs none /usr/local; \
-             put() {{ mkdir -p \"${{2%/*}}\"; touch \"$2\"; mount --bind \"$1\" \"$2\"; }}\n",
-            cgroup.display()
-        );
-        let mut put = |from: &Path, to: &str| script.push_str(&format!("put '{}' '{to}'\n", from.display()));
-        let mut preload = String::new();
-        if let Some(folder) = share {
-            put(&self.shim, place::SHIM);
-            for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-                put(&self.shim, &format!("{SYSTEM}/{name}"));
-            }
-            put(&cuda, place::REAL_CUDA);
-            put(&nvml, place::REAL_NVML);
-            put(&folder.limits(), place::LIMITS);
-            put(&folder.usage(), place::USAGE);
-            preload = format!("LD_PRELOAD={}", place::SHIM);
-        } else {
-            put(&cuda, &format!("{SYSTEM}/libcuda.so.1"));
-            put(&nvml, &format!("{SYSTEM}/libnvidia-ml.so.1"));
-        }
-        script.push_str(&format!("exec env LD_LIBRARY_PATH={SYSTEM} {preload} \"$@\""));
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c", &script, "sh"]).arg(&self.probe).arg("spin");
-        command.args(["--seconds", "3600"]).args(work.arguments);
-        command.env("VCUDA_SIM_SOCKET", self.driver.root().join("run/nvidia-persistenced/socket"));
-        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
-        Ok(command)
-    }
 }
