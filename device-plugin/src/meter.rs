@@ -4,7 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use nvml_wrapper::{Nvml, error::NvmlError};
@@ -51,9 +51,9 @@ pub(crate) struct Readings {
 
 #[derive(Debug, Default)]
 struct Reading {
-    /// NVML's time of the newest sample, in microseconds.
+    /// NVML's time of the newest sample, in microseconds since 1970: the next answer is about the time since then.
     newest: u64,
-    /// The same for each process that had one a short while ago.
+    /// The same for each process of the last answer.
     of_process: BTreeMap<u32, u64>,
 }
 
@@ -89,11 +89,13 @@ impl Meter {
         // Never held while the driver is asked.
         let wanted = self.state().wanted.clone();
         readings.of_gpu.retain(|gpu, _| wanted.contains(gpu));
+        let now_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+        let now_us = u64::try_from(now_us).unwrap_or(u64::MAX);
         for gpu in wanted {
             let reading = readings.of_gpu.entry(gpu.clone()).or_default();
             let samples = nvml
                 .device_by_uuid(gpu.as_str())
-                .and_then(|device| device.process_utilization_stats(reading.newest));
+                .and_then(|device| device.process_utilization_stats(reading.since(now_us)));
             let samples = match samples {
                 Ok(samples) => samples,
                 // Nothing has run since.
@@ -118,18 +120,34 @@ impl Meter {
 }
 
 impl Reading {
-    /// From samples (process, time in microseconds, percent of the time since its last one) to nanoseconds used.
+    /// From when on to ask at this time. Not further back than a sample can reach: a percentage is told of all the time
+    /// since then, and what came before was idle.
+    fn since(&mut self, now_us: u64) -> u64 {
+        // The clock may have been set back.
+        let since = self.newest.clamp(now_us.saturating_sub(LONGEST_SAMPLE_US), now_us);
+        if since != self.newest {
+            self.newest = since;
+            self.of_process.clear();
+        }
+        since
+    }
+
+    /// From samples (process, time in microseconds, percent of the time since the last answer) to nanoseconds used.
     fn take_in(&mut self, samples: impl Iterator<Item = (u32, u64, u32)>) -> Vec<(u32, u64)> {
         let before = self.newest;
         let mut uses = Vec::new();
+        let mut of_process = BTreeMap::new();
         for (pid, at, percent) in samples {
-            let last = self.of_process.insert(pid, at).unwrap_or(before);
+            // One that was not in the last answer was idle until that.
+            let last = self.of_process.get(&pid).copied().unwrap_or(before);
             let span_us = at.saturating_sub(last.max(at.saturating_sub(LONGEST_SAMPLE_US)));
             uses.push((pid, span_us * 10 * u64::from(percent.min(100))));
             self.newest = self.newest.max(at);
+            of_process.insert(pid, at);
         }
-        let newest = self.newest;
-        self.of_process.retain(|_, at| newest.saturating_sub(*at) <= LONGEST_SAMPLE_US);
+        if !of_process.is_empty() {
+            self.of_process = of_process;
+        }
         uses
     }
 }
@@ -151,11 +169,32 @@ mod tests {
         assert_eq!(used, 300_000_000, "30 % of a second");
     }
 
+    /// What is told of it is of the time since the last answer, not since it was last busy.
     #[test]
-    fn one_that_comes_back_after_a_pause_has_not_used_the_pause() {
+    fn one_that_was_idle_while_others_were_not_has_not_used_that_time() {
         let mut reading = Reading::default();
+        let mut used = 0;
+        for tick in 0..30 {
+            let at = 5_000_000 + tick * 167_000;
+            // A kernel of 200 ms in every 500 ms.
+            let samples = [(7, at, 70), (8, at, 40)];
+            let both = if tick % 3 == 0 { 2 } else { 1 };
+            let uses = reading.take_in(samples.into_iter().take(both));
+            used +=
+                if tick > 0 { uses.iter().filter(|(pid, _)| *pid == 8).map(|(_, ns)| ns).sum() } else { 0 };
+        }
+        assert_eq!(used, 9 * 167_000_000 / 100 * 40);
+    }
+
+    #[test]
+    fn after_a_pause_of_all_the_driver_is_asked_of_no_more_than_a_sample_can_tell() {
+        let mut reading = Reading::default();
+        assert_eq!(reading.since(5_000_000), 4_000_000);
         reading.take_in([(7, 5_000_000, 50)].into_iter());
-        assert_eq!(reading.take_in([(7, 65_000_000, 100)].into_iter()), [(7, 1_000_000_000)]);
+        assert_eq!(reading.since(5_100_000), 5_000_000);
+        assert_eq!(reading.since(65_500_000), 64_500_000);
+        assert_eq!(reading.take_in([(7, 65_000_000, 100)].into_iter()), [(7, 500_000_000)]);
+        assert_eq!(reading.since(3_000_000), 3_000_000, "the clock was set back");
     }
 
     #[test]

@@ -5,7 +5,6 @@
 //! All it knows is read anew from the shares' folders; nothing is kept on disk. It must not know of kubelet.
 
 mod cgroup;
-mod correct;
 pub mod lend;
 mod share;
 #[cfg(test)]

@@ -3,10 +3,10 @@
 use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
 use ledger::{Priority, ShareFolder, ShareName, ShareRecord, ShareState};
-use region::{LimitsWriter, UsageReader};
+use region::{Correction, LimitsWriter, UsageReader};
 use vcuda_config::GpuUuid;
 
-use super::{correct::Correction, lend};
+use super::lend;
 
 /// How long after its last sign of work a share counts as active: two ticks, so that one late look does not end it.
 const ACTIVE_NS: u64 = 200_000_000;
@@ -30,6 +30,8 @@ pub(super) struct Governed {
     /// Launches, and nanoseconds that they were held back. They never fall.
     pub launches: Rising,
     pub throttled_ns: Rising,
+    /// Differs from what the file says when a process has come.
+    generation: u64,
     /// The last thing that was said about its files.
     pub told: Option<String>,
 }
@@ -126,6 +128,7 @@ impl Governed {
             files: None,
             launches: Rising::default(),
             throttled_ns: Rising::default(),
+            generation: 0,
             told: None,
         };
         Ok(record.shim.then(|| fresh.renewed(&place, record, stamp)))
@@ -170,6 +173,7 @@ impl Governed {
         // Launches are not told apart by GPU: a share spans one.
         let launched = self.launches.see(usage.launches) > 0;
         self.throttled_ns.see(usage.throttled_ns);
+        let others = std::mem::replace(&mut self.generation, usage.generation) != usage.generation;
         for gpu in &mut self.gpus {
             let at = files.limits.limits().find(&gpu.uuid.bytes());
             let Some(said) = at.and_then(|at| usage.gpus.get(at)) else { continue };
@@ -183,10 +187,10 @@ impl Governed {
             if gpu.lent.rate_permille >= 1000 {
                 gpu.unpaced_ns = now_ns;
             }
-            if now_ns.saturating_sub(gpu.unpaced_ns) < LATE_NS {
+            if others || now_ns.saturating_sub(gpu.unpaced_ns) < LATE_NS {
                 gpu.correction = Correction::default();
             }
-            gpu.charge_permille = gpu.correction.add(passed_ns, seen, own);
+            gpu.charge_permille = gpu.correction.add(passed_ns, seen, own, usage.most_processes);
         }
     }
 

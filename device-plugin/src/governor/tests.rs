@@ -269,3 +269,46 @@ fn what_the_driver_sees_is_counted_for_the_container_of_the_process() {
     let figures = node.governor.figures();
     assert_eq!(figures.iter().map(|of| of.driver_ns).collect::<Vec<_>>(), [900_000_000, 1_650_000_000]);
 }
+
+/// The driver says nothing of a process that has ended, so it cannot prove that a container that starts one for every
+/// launch used less than it says.
+#[test]
+fn what_overlapped_is_given_back_unless_processes_come_and_go() {
+    use std::os::unix::fs::FileExt;
+    let charge = |come_and_go: bool| {
+        let mut node = Node::new(false);
+        let (a, b) = (node.bind("a", 30, Terms::default()), node.bind("b", 70, Terms::default()));
+        let proc = node.folder.path().join("proc/11");
+        fs::create_dir_all(&proc).unwrap();
+        fs::write(proc.join("cgroup"), "0::/k8s.io/id-a").unwrap();
+        let folder = ShareFolder::new(&node.folder.path().join("shares"), &"a_main".parse().unwrap());
+        let file = fs::File::options().write(true).open(folder.usage()).unwrap();
+        for tick in 0..200_u64 {
+            let busy = TICK_NS / 100 * 40;
+            a.usage.budget(0).unwrap().count(node.now, node.now - busy, node.now);
+            node.meter.add(Use { gpu: gpu(), pid: 11, used_ns: busy / 2 });
+            let active = [&b, &a];
+            node.tick(&active[..if tick == 0 { 2 } else { 1 }]);
+            if come_and_go {
+                // The process ID of the first slot.
+                file.write_all_at(&(1000 + tick).to_le_bytes(), 8192).unwrap();
+            }
+        }
+        node.pace(&a).charge_permille()
+    };
+    assert!((490..=510).contains(&charge(false)), "{}", charge(false));
+    assert_eq!(charge(true), 1000);
+}
+
+#[test]
+fn low_work_yields_idle_time_to_normal_work_with_the_next_tick_and_has_it_back_when_that_ends() {
+    let mut node = Node::new(false);
+    let low = Terms { priority: ledger::Priority::Low, ..limit(100) };
+    let (a, b) = (node.bind("a", 20, low), node.bind("b", 30, limit(100)));
+    node.ticks(5, &[&a]);
+    assert_eq!(node.may(&a), (1000, Slots::ALL));
+    node.tick(&[&a, &b]);
+    assert_eq!((node.may(&a), node.may(&b).0), ((200, node.pace(&a).own), 800));
+    node.ticks(4, &[&a]);
+    assert_eq!(node.may(&a), (1000, Slots::ALL));
+}

@@ -40,7 +40,7 @@ pub struct Terms {
     pub slots: Slots,
     /// Share of the GPU's time, in thousandths: 1 to 1000.
     pub rate_permille: u32,
-    /// What a measured nanosecond costs, in thousandths: 250 to 4000.
+    /// What a measured nanosecond costs, in thousandths: 50 to 4000.
     pub charge_permille: u32,
 }
 

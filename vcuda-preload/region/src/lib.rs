@@ -9,6 +9,7 @@
 
 mod account;
 mod budget;
+mod correct;
 #[cfg(not(feature = "fault-points"))]
 mod fault;
 #[cfg(feature = "fault-points")]
@@ -25,6 +26,7 @@ mod usage;
 
 pub use account::Refused;
 pub use budget::{Budget, Terms};
+pub use correct::Correction;
 pub use limits::{GpuLimit, Limits, LimitsWriter};
 pub use pace::{Lease, Pace};
 pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};

@@ -47,9 +47,13 @@ impl Pace {
         self.rate_permille(now_ns) == 1000 && self.slots(now_ns) == Slots::ALL
     }
 
-    /// What a nanosecond that the container measured costs it, in thousandths: within 250 and 4000.
+    /// What a nanosecond that the container measured costs it, in thousandths: within 50 and 4000.
     pub fn charge_permille(&self) -> u32 {
-        if self.charge_permille == 0 { 1000 } else { self.charge_permille.clamp(250, 4000) }
+        if self.charge_permille == 0 {
+            1000
+        } else {
+            self.charge_permille.clamp(crate::correct::BOUNDS.0, crate::correct::BOUNDS.1)
+        }
     }
 
     fn is_leased(&self, now_ns: u64) -> bool {
@@ -88,6 +92,6 @@ mod tests {
         assert_eq!(Pace { core_percent: 0, ..pace(lease(0)) }.rate_permille(5), 1);
         assert_eq!(Pace { core_percent: u32::MAX, ..pace(lease(0)) }.rate_permille(5), 1000);
         let charge = |charge_permille| Pace { charge_permille, ..pace(lease(0)) }.charge_permille();
-        assert_eq!((charge(0), charge(1), charge(900), charge(u32::MAX)), (1000, 250, 900, 4000));
+        assert_eq!((charge(0), charge(1), charge(900), charge(u32::MAX)), (1000, 50, 900, 4000));
     }
 }

@@ -38,6 +38,10 @@ pub struct UsageSnapshot {
     pub launches: u64,
     /// Nanoseconds for which launches were held back since the file was made, summed over threads.
     pub throttled_ns: u64,
+    /// The most processes that have used a GPU at a time since the file was made.
+    pub most_processes: u32,
+    /// Changes when a process begins to use GPUs.
+    pub generation: u64,
 }
 
 /// One GPU.
@@ -143,6 +147,16 @@ impl UsageReader {
         add(&mut snapshot.launches, std::mem::offset_of!(Slot, launches));
         add(&mut snapshot.launches, std::mem::offset_of!(Slot, launches_of_one));
         add(&mut snapshot.throttled_ns, std::mem::offset_of!(Slot, throttled_ns));
+        snapshot.most_processes += 1;
+        for at in [
+            std::mem::offset_of!(Slot, pid),
+            std::mem::offset_of!(Slot, start),
+            std::mem::offset_of!(Slot, pid_namespace),
+            std::mem::offset_of!(Slot, program),
+        ] {
+            // FNV-1a, a word at a time.
+            snapshot.generation = (snapshot.generation ^ word(&text, at)).wrapping_mul(0x0100_0000_01b3);
+        }
 
         if !locks {
             return Ok(());

@@ -441,7 +441,8 @@ impl Gate {
             around.budget.give(batch.taken);
             around.budget.correct(now, batch.expected_ns, batch.counted_ns);
             let batch = *batch;
-            self.learn(&batch, end);
+            let beside = self.under_way().any(|(_, other)| other.lane != batch.lane);
+            self.learn(&batch, end, beside);
             self.ended(at, end);
             self.moved_ns = now;
         }
@@ -530,8 +531,9 @@ impl Gate {
         Some(&self.functions[place(key)]).filter(|function| function.key == key && key != 0)
     }
 
-    /// Remembers what the longest function of an ended batch took: an average of the last few.
-    fn learn(&mut self, batch: &Batch, end_ns: u64) {
+    /// Remembers what the longest function of an ended batch took: an average of the last few. What batches that ran
+    /// beside each other took counts for the one that is looked at first, so only the mean of many says something.
+    fn learn(&mut self, batch: &Batch, end_ns: u64, beside: bool) {
         if batch.function == 0 || batch.function_launches == 0 {
             return;
         }
@@ -546,7 +548,8 @@ impl Gate {
         }
         let towards =
             |old: u64, new: u64| if new > old { old + (new - old) / 2 + 1 } else { old - (old - new) / 8 };
-        function.ns = towards(function.ns, ns);
+        function.ns =
+            if beside { function.ns - function.ns / 16 + ns / 16 } else { towards(function.ns, ns) };
         function.wall_ns = towards(function.wall_ns, wall);
     }
 }
