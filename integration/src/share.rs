@@ -184,7 +184,7 @@ pacing, in percent of the ideal. With the governor and neighbours, measuring beg
 
 /// What is borrowed and given back: the borrower's terms.
 fn borrowers() -> [(&'static str, Terms); 2] {
-    let terms = |priority| Terms { core_limit: Some(100), priority, ..Terms::default() };
+    let terms = |priority| Terms { core_limit: Some(100), priority };
     [("give back", terms(Priority::Normal)), ("give back, low", terms(Priority::Low))]
 }
 
