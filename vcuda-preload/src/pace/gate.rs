@@ -548,8 +548,9 @@ impl Gate {
         }
         let towards =
             |old: u64, new: u64| if new > old { old + (new - old) / 2 + 1 } else { old - (old - new) / 8 };
+        let short = function.wall_ns < 2 * QUEUED_NS;
         function.ns =
-            if beside { function.ns - function.ns / 16 + ns / 16 } else { towards(function.ns, ns) };
+            if beside && short { function.ns - function.ns / 16 + ns / 16 } else { towards(function.ns, ns) };
         function.wall_ns = towards(function.wall_ns, wall);
     }
 }
