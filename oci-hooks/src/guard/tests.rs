@@ -24,11 +24,14 @@ fn with_own_mounts(test: &str, body: impl FnOnce()) {
         return body();
     }
     let name = format!("guard::tests::{test}");
+    // What is mounted in there cannot be removed in there; it can when the namespace is gone.
+    let folder = tempfile::tempdir().unwrap();
     let output = Process::new("unshare")
         .arg("--mount")
         .arg(std::env::current_exe().unwrap())
         .args(["--exact", &name, "--nocapture", "--include-ignored"])
         .env(MARK, "1")
+        .env("TMPDIR", folder.path())
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
