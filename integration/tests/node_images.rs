@@ -242,6 +242,9 @@ async fn running_shares_are_checked_as_they_run() {
     let (code, report) = check_node(&node, &["container", &fit.id("main")[..12]]);
     assert_eq!((code, &report["verdict"]), (Some(0), &"fits".into()), "{report}");
     let findings = report["findings"].as_array().unwrap().iter();
+    let ids = findings.clone().map(|of| of["id"].as_str().unwrap());
+    let ours = ids.filter(|id| ["preload-present", "preload-env", "libcuda-first"].contains(id));
+    assert_eq!(ours.count(), 0, "{report}");
     let loud: Vec<_> =
         findings.filter(|of| of["severity"] != "info").map(|of| of["id"].as_str().unwrap()).collect();
     assert_eq!(loud, ["entry-static"], "busybox sleeps in it: {report}");

@@ -203,8 +203,8 @@ impl std::fmt::Display for Who {
     }
 }
 
-/// Decides whether `container`, with its root at `rootfs`, may start. `paths` are the node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
-/// found and let pass is returned.
+/// Decides whether `container`, with its root at `rootfs`, may start. `paths` are the node's; `images` says what becomes
+/// of an image that does not fit, `floor` who else must hold its memory. What it found and let pass is returned.
 ///
 /// # Errors
 /// Why it may not start.

@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use region::place;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -329,7 +330,9 @@ fn loaded_first<F: Files + ?Sized>(
     let mut findings = Vec::new();
     let path = Path::new("/etc/ld.so.preload");
     if let Ok(Some(list)) = files.read(path, 64 << 10) {
-        let list = String::from_utf8_lossy(&list).split_whitespace().take(5).collect::<Vec<_>>().join(" ");
+        let list = String::from_utf8_lossy(&list);
+        let own = list.split_whitespace().filter(|library| !is_shim(library));
+        let list = own.take(5).collect::<Vec<_>>().join(" ");
         if !list.is_empty() {
             findings.push(
                 Finding::info(
@@ -343,13 +346,16 @@ fn loaded_first<F: Files + ?Sized>(
         }
     }
     if let Some(preload) = command.variable("LD_PRELOAD") {
-        let preload: String = preload.chars().take(200).collect();
-        findings.push(Finding::info(
-            "preload-env",
-            format!("LD_PRELOAD is set: {preload}"),
-            "it is kept; the shim is put before it",
-            "nothing",
-        ));
+        let own = preload.split([':', ' ']).filter(|library| !library.is_empty() && !is_shim(library));
+        let preload: String = own.collect::<Vec<_>>().join(":").chars().take(200).collect();
+        if !preload.is_empty() {
+            findings.push(Finding::info(
+                "preload-env",
+                format!("LD_PRELOAD is set: {preload}"),
+                "it is kept; the shim is put before it",
+                "nothing",
+            ));
+        }
     }
     let loader =
         Loader::new(files, node.shim.machine, command.variable("LD_LIBRARY_PATH").unwrap_or_default());
@@ -365,7 +371,11 @@ fn loaded_first<F: Files + ?Sized>(
         );
     }
     let usual = loader.find(LIBCUDA, None).ok().flatten();
-    if let Some(found) = &usual {
+    // Where a container has its share already, the shim is in the driver's place.
+    let linking = |path: &Path| files.look(path, Depth::Linking).ok().flatten();
+    let shim = linking(Path::new(place::SHIM));
+    let is_ours = |found: &Found| shim.is_some() && linking(&found.path) == shim;
+    if let Some(found) = usual.as_ref().filter(|found| !is_ours(found)) {
         findings.push(libcuda_first(found, None));
     }
     // What is started, and who is linked to the driver or runs on it: each may have a way of its own.
@@ -392,6 +402,11 @@ fn loaded_first<F: Files + ?Sized>(
         );
     }
     findings
+}
+
+/// Whether a name that is preloaded is the shim's: a container with a share has it there by us.
+fn is_shim(library: &str) -> bool {
+    library == place::SHIM
 }
 
 /// By this name programs ask for the driver.

@@ -1,5 +1,5 @@
-//! One layer, read as a stream: what each entry is, with the facts of programs and libraries, which are copied to a
-//! nameless temporary file one at a time to be looked at.
+//! One layer, read as a stream: what each entry is, with the facts of programs and libraries, which are copied one at a
+//! time to a nameless file to be looked at: in memory where they are small, as nearly all are, else in the temporary folder.
 
 use std::{
     borrow::Cow,
@@ -10,6 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::MemfdFlags;
 use ruzstd::decoding::{
     BlockDecodingStrategy, FrameDecoder,
     errors::{FrameDecoderError, ReadFrameHeaderError},
@@ -46,6 +47,9 @@ fn is_conf(path: &Path, size: u64) -> bool {
 const HEAD_BYTES: u64 = 256;
 
 const PIECE_BYTES: usize = 256 << 10;
+
+/// Programs and libraries up to this size in bytes are looked at in memory.
+const IN_MEMORY: u64 = 32 << 20;
 
 /// `PATH_MAX`.
 const MAX_NAME: u64 = 4096;
@@ -284,11 +288,19 @@ fn whiteout(path: &Path, layer: &mut Layer) -> bool {
     true
 }
 
+/// A file for `size` bytes that is gone when it is closed.
+fn nameless(size: u64) -> io::Result<File> {
+    if size > IN_MEMORY {
+        return tempfile::tempfile();
+    }
+    Ok(rustix::fs::memfd_create(c"vcuda-check", MemfdFlags::CLOEXEC)?.into())
+}
+
 fn file(reader: &mut impl Read, path: &Path, mode: u32, size: u64) -> io::Result<(Facts, Option<Vec<u8>>)> {
     let mut head = Vec::new();
     reader.take(HEAD_BYTES).read_to_end(&mut head)?;
     if head.starts_with(b"\x7fELF") || head.starts_with(b"#!") {
-        let mut copy = tempfile::tempfile()?;
+        let mut copy = nameless(size)?;
         copy.write_all(&head)?;
         if head.starts_with(b"\x7fELF") {
             io::copy(reader, &mut copy)?;

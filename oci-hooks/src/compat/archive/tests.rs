@@ -1,6 +1,7 @@
 use std::{io::Write, path::PathBuf};
 
 use proptest::prelude::*;
+use region::place;
 use tempfile::TempDir;
 
 use super::*;
@@ -149,6 +150,32 @@ fn base() -> Tar {
         .link("lib", "usr/lib")
         .file("usr/lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.36"]).make())
         .file("bin/app", &Maker::program().make())
+}
+
+#[test]
+fn what_a_share_has_put_there_is_not_told_as_the_images() {
+    let shim = Maker { soname: Some("libcuda.so.1"), exports: vec!["cuInit"], ..Maker::default() }.make();
+    let other =
+        Maker { soname: Some("libcuda.so.1"), exports: vec!["cuInit", "cuDeviceGet"], ..Maker::default() }
+            .make();
+    let told = |libcuda: &[u8], preload: &str| {
+        let layer = base()
+            .file(place::SHIM.trim_start_matches('/'), &shim)
+            .file("usr/lib/x86_64-linux-gnu/libcuda.so.1", libcuda)
+            .file("etc/ld.so.preload", preload.as_bytes());
+        let findings = Archive::oci(&[layer.done()]).check().unwrap().findings;
+        let kept: Vec<_> = findings
+            .into_iter()
+            .filter(|finding| ["preload-present", "libcuda-first"].contains(&finding.id))
+            .map(|finding| (finding.id, finding.what))
+            .collect();
+        kept
+    };
+    assert_eq!(told(&shim, place::SHIM), []);
+    let found = told(&other, &format!("{}\n/lib/libown.so\n", place::SHIM));
+    let ids: Vec<_> = found.iter().map(|(id, _)| *id).collect();
+    assert_eq!(ids, ["preload-present", "libcuda-first"]);
+    assert_eq!(found[0].1, "the image preloads libraries: /lib/libown.so");
 }
 
 #[test]
