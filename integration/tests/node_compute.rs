@@ -3,7 +3,12 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
-use std::{process::Output, time::Duration};
+use std::{
+    io::{Read, Write},
+    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    process::Output,
+    time::Duration,
+};
 
 use integration::{
     host::Options,
@@ -230,6 +235,75 @@ async fn time_is_shared_lent_given_back_and_changed_whoever_is_alive() {
     spin(&node, b).await;
     settles(&node, "what an operator sets holds at once", &[("small", 60.0), ("large", 20.0)]).await;
     for running in [&small, &large] {
+        node.kubelet.delete(running).await.unwrap();
+    }
+    node.assert_empty().await;
+}
+
+/// A value of `/metrics`, of the share of a pod.
+fn metric(at: SocketAddr, name: &str, pod: &str) -> Option<f64> {
+    let mut stream = TcpStream::connect(at).ok()?;
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").ok()?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).ok()?;
+    let of_pod = format!("pod=\"{pod}\"");
+    let of = |line: &&str| line.starts_with(&format!("{name}{{")) && line.contains(&of_pod);
+    text.lines().find(of)?.rsplit(' ').next()?.parse().ok()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and containerd: run integration/test"]
+async fn a_work_conserving_node_divides_idle_time_by_share_low_work_comes_last_and_metrics_tell() {
+    let mut node = Node::start(&Options::from_env().unwrap()).await.unwrap();
+    let at = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    let change = |file: &mut vcuda_config::NodeFile| {
+        file.compute.work_conserving = true;
+        file.metrics.listen = Some(at);
+    };
+    node.vcuda.change(change).unwrap();
+    node.vcuda.start_device_plugin().unwrap();
+    node.vcuda.start_nri_plugin().await.unwrap();
+    node.wait_for_offer().await.unwrap();
+    let one = node.kubelet.run(&share(&node, "one", 20, 8)).await.unwrap();
+    let two = node.kubelet.run(&share(&node, "two", 10, 8)).await.unwrap();
+    let mut low = share(&node, "low", 10, 8);
+    low.annotations.insert(annotation::PRIORITY.into(), "low".into());
+    let low = node.kubelet.run(&low).await.unwrap();
+    let gpu = |pod: &str| status(&node, pod)["gpu"].clone();
+    assert!(gpu("one") == gpu("two") && gpu("two") == gpu("low"), "one GPU");
+
+    // Nothing holds it back, so it does not measure itself; the driver does.
+    let alone = spin(&node, low.id("main")).await;
+    let rate = |pod: &str| metric(at, "vcuda_share_rate_percent", pod).unwrap_or_default();
+    let seen = |pod: &str| metric(at, "vcuda_share_used_percent", pod).unwrap_or_default();
+    let whole = node
+        .wait_until("low work has an idle GPU", SETTLED, async || rate("low") == 100.0 && seen("low") > 70.0);
+    assert!(whole.await.is_ok(), "rate {}, used {}", rate("low"), seen("low"));
+
+    // Of the 60 that nobody owns, normal shares get all: two thirds and one third.
+    for container in [one.id("main"), two.id("main")] {
+        spin(&node, container).await;
+    }
+    let divided = node.wait_until("idle time is divided by share", SETTLED, async || {
+        (rate("one"), rate("two"), rate("low")) == (60.0, 30.0, 10.0)
+    });
+    assert!(divided.await.is_ok(), "{} {} {}", rate("one"), rate("two"), rate("low"));
+    settles(&node, "and used", &[("one", 60.0), ("two", 30.0), ("low", 10.0)]).await;
+
+    stop(&node, low.id("main"), &alone).await;
+    let total = |name: &str| metric(at, name, "low").unwrap_or_default();
+    for name in [
+        "vcuda_share_launches_total",
+        "vcuda_share_throttled_seconds_total",
+        "vcuda_share_driver_gpu_seconds_total",
+    ] {
+        assert!(total(name) > 0.0, "{name}");
+    }
+    assert_eq!(
+        (metric(at, "vcuda_share_core_percent", "low"), metric(at, "vcuda_share_core_limit_percent", "low")),
+        (Some(10.0), Some(100.0))
+    );
+    for running in [&one, &two, &low] {
         node.kubelet.delete(running).await.unwrap();
     }
     node.assert_empty().await;
