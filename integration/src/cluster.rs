@@ -321,11 +321,22 @@ impl Cluster {
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 
-    /// Starts the device plugin anew with kubelet's credentials, as the systemd unit has it.
-    pub fn restart_device_plugin_as_kubelet(&mut self) -> Result<()> {
+    /// Starts the device plugin anew, and waits until kubelet has both resources again: in between it refuses pods for
+    /// good.
+    pub async fn restart_device_plugin(&mut self) -> Result<()> {
+        let registered =
+            |cluster: &Self| cluster.kubelet.output().matches("Got registration request").count();
+        let before = registered(self);
+        self.vcuda.start_device_plugin()?;
+        let both = |cluster: &Self| registered(cluster) >= before + 2;
+        self.wait_until("the device plugin has registered again", START_TIMEOUT, both).await
+    }
+
+    /// The same with kubelet's credentials, as the systemd unit has it.
+    pub async fn restart_device_plugin_as_kubelet(&mut self) -> Result<()> {
         let kubeconfig = self.folder().join("kube").join(KUBELET);
         self.vcuda.join(kubeconfig, NODE);
-        self.vcuda.start_device_plugin().map(drop)
+        self.restart_device_plugin().await
     }
 
     /// The node, as the API server has it.

@@ -136,7 +136,7 @@ async fn what_the_guard_lets_pass_by_its_policy_is_one_event_of_the_pod() {
     assert!(described.contains("GpuShareImageWarning"), "{described}");
 
     // One that ends at once has it too, and another process, with kubelet's credentials, tells nothing twice.
-    cluster.restart_device_plugin_as_kubelet().unwrap();
+    cluster.restart_device_plugin_as_kubelet().await.unwrap();
     create(&cluster, "brief", &["true"]);
     cluster.wait_until("a container that is gone has its event", SOON, told("brief")).await.unwrap();
     let events = image_warnings(&cluster, "lasting");

@@ -166,7 +166,7 @@ async fn kubelet_tells_monitors_the_gpu_that_the_container_has() {
     }
     // A restart of kubelet, which reads its checkpoint, and of the device plugin changes nothing.
     cluster.restart_kubelet().unwrap();
-    cluster.vcuda.start_device_plugin().unwrap();
+    cluster.restart_device_plugin().await.unwrap();
     create(&cluster, "after", 20, &json!({}));
     runs(&mut cluster, "after").await;
     let first = runs(&mut cluster, "first").await;
