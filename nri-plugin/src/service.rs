@@ -379,7 +379,7 @@ impl Plugin for Service {
         _: &TtrpcContext,
         request: SynchronizeRequest,
     ) -> ttrpc::Result<SynchronizeResponse> {
-        let whole = {
+        let mut whole = {
             let mut census = self.census.lock().unwrap_or_else(PoisonError::into_inner);
             census.add(request.pods, request.containers);
             if request.more {
@@ -387,14 +387,9 @@ impl Plugin for Service {
             }
             std::mem::take(&mut *census)
         };
-        let whole = match &*self.standing.borrow() {
-            Standing::Configured(runtime) | Standing::Ready(runtime) => {
-                let mut whole = whole;
-                whole.is_of(runtime);
-                whole
-            }
-            Standing::Registering | Standing::Unusable(_) => whole,
-        };
+        if let Standing::Configured(runtime) | Standing::Ready(runtime) = &*self.standing.borrow() {
+            whole.is_of(runtime);
+        }
         let binder = self.binder()?;
         let begins = self.purpose == Purpose::Shares;
         let work = move || {

@@ -62,14 +62,15 @@ impl Physical {
 
     /// One more use of what a handle stands for.
     pub fn use_of(&mut self, handle: Handle) -> Option<Number> {
-        let number = self.number_of(handle)?;
-        self.memory.get_mut(&number)?.mappings += 1;
-        Some(number)
+        self.used(self.number_of(handle)?)
     }
 
     /// One more use of what is mapped at `address`.
     pub fn use_at(&mut self, address: DevicePtr) -> Option<Number> {
-        let number = self.number_at(address)?;
+        self.used(self.number_at(address)?)
+    }
+
+    fn used(&mut self, number: Number) -> Option<Number> {
         self.memory.get_mut(&number)?.mappings += 1;
         Some(number)
     }
