@@ -24,7 +24,7 @@ use serde_json::json;
 use tokio::time;
 use tracing::{debug, warn};
 
-use super::{Access, PAUSE, connection};
+use super::{Access, connection, failures::Failures};
 
 /// Who says it.
 const COMPONENT: &str = "vcuda-device-plugin";
@@ -162,15 +162,13 @@ pub(crate) struct Events {
     access: Access,
     connection: Option<(Client, String)>,
     book: Book,
-    told_failure: Option<String>,
+    failures: Failures,
     not_before: Option<Instant>,
-    pause: Duration,
 }
 
 impl Events {
     pub(crate) fn new(access: Access) -> Self {
-        let (connection, told_failure, not_before) = (None, None, None);
-        Self { access, connection, book: Book::default(), told_failure, not_before, pause: PAUSE.0 }
+        Self { access, connection: None, book: Book::default(), failures: Failures::none(), not_before: None }
     }
 
     /// Tells what is new in all that is `said`; what cannot be told now is told when this is called again.
@@ -181,22 +179,20 @@ impl Events {
             return;
         }
         match self.write(&due).await {
-            Ok(()) => (self.told_failure, self.not_before, self.pause) = (None, None, PAUSE.0),
+            Ok(()) => (self.failures, self.not_before) = (Failures::none(), None),
             Err(error) => {
                 self.fail(&format!("{error:#}"));
                 self.connection = None;
-                self.not_before = Some(Instant::now() + self.pause);
-                self.pause = (self.pause * 2).min(PAUSE.1);
+                self.not_before = Some(Instant::now() + self.failures.pause());
             }
         }
     }
 
     fn fail(&mut self, reason: &str) {
-        if self.told_failure.as_deref() == Some(reason) {
-            debug!(reason, "an event of a pod cannot be written");
-        } else {
+        if self.failures.is_news(reason) {
             warn!(reason, "an event of a pod cannot be written");
-            self.told_failure = Some(reason.to_owned());
+        } else {
+            debug!(reason, "an event of a pod cannot be written");
         }
     }
 

@@ -5,6 +5,7 @@
 mod books;
 mod connection;
 mod events;
+mod failures;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -32,11 +33,11 @@ use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
 
 pub(crate) use self::events::{Events, Said};
 
-use self::books::{Containers, PodOnNode};
+use self::{
+    books::{Containers, PodOnNode},
+    failures::Failures,
+};
 use crate::expected::Expected;
-
-/// First and longest pause after a failure.
-const PAUSE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 
 /// How often shares are compared with what their pods say, whether or not something called for it.
 const COMPARE_EVERY: Duration = Duration::from_secs(10);
@@ -67,8 +68,7 @@ pub(crate) struct Ports {
 
 /// Tells the cluster of the node, and follows what it says. Never returns.
 pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mut ports: Ports) {
-    let mut pause = PAUSE.0;
-    let mut told = None;
+    let mut failures = Failures::none();
     loop {
         let failed = match connection::open(&access).await {
             Ok(None) => {
@@ -82,21 +82,19 @@ pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mu
                 let mut session = Session::new(client, node, &names, &shares);
                 let failed = session.run(&mut ports).await;
                 if session.in_step {
-                    (pause, told) = (PAUSE.0, None);
+                    failures = Failures::none();
                 }
                 failed
             }
             Err(error) => error,
         };
         let reason = format!("{failed:#}");
-        if told.as_ref() == Some(&reason) {
-            debug!(reason, "still no talk with the API server");
-        } else {
+        if failures.is_news(&reason) {
             warn!(reason, "the API server is not kept up to date with this node's GPUs; trying again");
-            told = Some(reason);
+        } else {
+            debug!(reason, "still no talk with the API server");
         }
-        time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSE.1);
+        time::sleep(failures.pause()).await;
     }
 }
 
