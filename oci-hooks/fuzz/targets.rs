@@ -1,7 +1,14 @@
 //! What fuzzing runs, and `tests/seeds.rs` with what it began from and what it found: any bytes as each kind of file
 //! that an image brings. They are read or refused, in bounded time and memory.
 
-use std::{fs::File, io::Write, os::fd::AsRawFd, path::PathBuf, time::Duration};
+use std::{
+    ffi::OsString,
+    fs::File,
+    io::Write,
+    os::{fd::AsRawFd, unix::ffi::OsStrExt},
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use oci_hooks::{
     compat::{
@@ -9,7 +16,8 @@ use oci_hooks::{
         check::Node,
         cuda::Runtime,
         elf::Depth,
-        files::{Facts, Kind},
+        files::{Facts, Files, Kind, Trouble},
+        ldconf,
     },
     ldcache::cache::{Cache, Library},
 };
@@ -72,6 +80,44 @@ pub fn layer(bytes: &[u8]) {
     let seen =
         archive::see(&path, LIMITS, &mut |_| {}).expect("the archive is honest, whatever its layers are");
     let _ = seen.report(&Node::without_shim());
+}
+
+/// `ldconfig`'s configuration: the bytes are its files, each ending with a byte of zero. What they include is always
+/// among them.
+pub fn ldconf(bytes: &[u8]) {
+    let folders = ldconf::folders(&Conf(bytes.split(|byte| *byte == 0).collect()));
+    assert!(folders.len() <= 256, "{}", folders.len());
+    for folder in folders {
+        assert!(
+            folder.is_absolute() && !folder.as_os_str().as_bytes().contains(&b'\n'),
+            "{}",
+            folder.display()
+        );
+    }
+}
+
+/// Files of which any name that is asked for is one.
+struct Conf<'a>(Vec<&'a [u8]>);
+
+impl Files for Conf<'_> {
+    fn look(&self, _: &Path, _: Depth) -> Result<Option<Facts>, Trouble> {
+        Ok(None)
+    }
+
+    fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble> {
+        let bytes = path.as_os_str().as_bytes();
+        let at = bytes.iter().fold(0, |sum, byte| sum + usize::from(*byte));
+        let file = self.0[if path == Path::new(ldconf::CONF) { 0 } else { at % self.0.len() }];
+        if file.len() as u64 > limit { Err(Trouble("too large".into())) } else { Ok(Some(file.to_vec())) }
+    }
+
+    fn list(&self, _: &Path) -> Result<Vec<OsString>, Trouble> {
+        Ok(["a.conf", "b.conf", ".c.conf", "conf"].map(OsString::from).to_vec())
+    }
+
+    fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {
+        Ok(Some(path.to_owned()))
+    }
 }
 
 /// The header of a regular file (POSIX ustar).

@@ -27,6 +27,11 @@ fn loader_caches_that_fuzzing_found_can_be_added_to() {
 }
 
 #[test]
+fn configurations_of_the_loader_that_fuzzing_found_come_to_an_end() {
+    replay("ldconf", targets::ldconf);
+}
+
+#[test]
 fn archives_that_fuzzing_found_are_read_or_refused() {
     replay("archive", targets::archive);
 }
