@@ -22,8 +22,10 @@ use nvml_wrapper::{
         device::{EccCounter, MemoryError, TopologyLevel},
         nv_link::IntDeviceType,
     },
-    enums::event::XidError,
+    enums::{device::SampleValue, event::XidError},
     error::NvmlError,
+    structs::device::FieldId,
+    sys_exports::field_id,
 };
 use tokio::sync::watch;
 use tracing::{debug, warn};
@@ -288,8 +290,9 @@ impl Surveying {
         Ok(found)
     }
 
-    /// Memory errors that cannot be corrected are XID 48, also where no XIDs are reported. Pages that wait to be retired
-    /// keep new shares off until the GPU is reset: an error there would end whoever is given them.
+    /// Memory errors that cannot be corrected are XID 48, also where no XIDs are reported. Memory that waits to be retired
+    /// or replaced keeps new shares off until the GPU is reset: an error there would end whoever is given it. Memory that
+    /// no spare row replaces keeps them off for good.
     fn look_at_memory(&mut self, gpu: &mut SeenGpu, nvml: &Nvml, now: Instant) {
         let Ok(device) = nvml.device_by_uuid(gpu.uuid.as_str()) else { return };
         // GPUs without ECC, or with ECC off, have no such counter, and nothing is known of them.
@@ -302,7 +305,15 @@ impl Surveying {
                 warn!(gpu = %gpu.uuid, errors, "memory errors that could not be corrected");
             }
         }
-        if matches!(device.are_pages_pending_retired(), Ok(true)) {
+        // Pages are retired up to Volta, rows remapped from Ampere on; each has only one of them.
+        let [pending, failed] = remapped_rows(&device);
+        if failed {
+            gpu.trouble = Some(
+                "memory with errors could not be replaced by a spare row; have the GPU replaced, `nvidia-smi -q -d \
+                 ROW_REMAPPER` tells more"
+                    .into(),
+            );
+        } else if pending || matches!(device.are_pages_pending_retired(), Ok(true)) {
             gpu.trouble = Some(
                 "memory with errors waits to be retired; let its shares end, then reset it with `nvidia-smi --gpu-reset`"
                     .into(),
@@ -377,6 +388,15 @@ fn see(device: &Device<'_>) -> Result<Option<SeenGpu>, NvmlError> {
         mig,
         trouble: None,
     }))
+}
+
+/// Whether rows of memory wait for a spare row, and whether there was none for one. False where there are none to replace.
+fn remapped_rows(device: &Device<'_>) -> [bool; 2] {
+    [field_id::NVML_FI_DEV_REMAPPED_PENDING, field_id::NVML_FI_DEV_REMAPPED_FAILURE].map(|id| {
+        let sample = device.field_values_for(&[FieldId(id)]).ok().and_then(|mut samples| samples.pop());
+        let value = sample.and_then(Result::ok).and_then(|sample| sample.value.ok());
+        matches!(value, Some(SampleValue::U32(1..) | SampleValue::U64(1..)))
+    })
 }
 
 /// Nothing is refused for want of it.

@@ -256,6 +256,41 @@ async fn memory_errors_that_ecc_cannot_correct_keep_shares_off_their_gpu() {
 
 #[tokio::test]
 #[ignore = "needs root: device nodes"]
+async fn memory_rows_that_wait_to_be_replaced_or_cannot_be_keep_shares_off_their_gpu() {
+    let node = Node::new();
+    let module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let daemon = node.start();
+    let [core, memory] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+
+    module.happens(&["row", "--gpu", "1"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(Some(1))).await;
+    }
+    let refused = core.allocate(vec![devices[100].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("nvidia-smi --gpu-reset"), "{refused}");
+    module.happens(&["reset", "--gpu", "1"]);
+    for resource in [&core, &memory] {
+        resource.devices_where(sick(None)).await;
+    }
+
+    module.happens(&["row", "--gpu", "0", "--failed"]);
+    core.devices_where(sick(Some(0))).await;
+    let refused = core.allocate(vec![devices[0].id.clone()]).await.unwrap_err();
+    assert!(refused.message().contains("have the GPU replaced"), "{refused}");
+    // No reset helps. That it was looked at after the reset is told by the other one.
+    module.happens(&["reset", "--gpu", "0"]);
+    module.happens(&["row", "--gpu", "1"]);
+    core.devices_where(|devices| devices.iter().all(|device| device.health == "Unhealthy")).await;
+    module.happens(&["reset", "--gpu", "1"]);
+    core.devices_where(sick(Some(0))).await;
+    core.allocate(vec![devices[100].id.clone()]).await.unwrap();
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
 async fn a_missing_device_node_and_missing_files_keep_shares_off_until_they_are_back() {
     let node = Node::new();
     let _module = Module::load(&node, 2);

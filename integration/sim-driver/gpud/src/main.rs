@@ -111,7 +111,16 @@ enum Event {
         #[arg(default_value_t = 1)]
         errors: u64,
     },
-    /// The GPU is reset: it counts memory errors from nought, and has retired what was to be.
+    /// A row of memory is to be replaced by a spare one; no event tells of it.
+    Row {
+        /// The GPU, by index or UUID.
+        #[arg(long, default_value = "0")]
+        gpu: String,
+        /// There is no spare one.
+        #[arg(long)]
+        failed: bool,
+    },
+    /// The GPU is reset: it counts memory errors from nought, and has retired or replaced what was to be.
     Reset {
         /// The GPU, by index or UUID.
         #[arg(long, default_value = "0")]
@@ -157,6 +166,7 @@ impl From<Event> for Command {
             Event::Lose { gpu } => Self::Lose { gpu },
             Event::Recover { gpu } => Self::Recover { gpu },
             Event::Ecc { gpu, errors, retires } => Self::Ecc { gpu, errors, retires },
+            Event::Row { gpu, failed } => Self::Row { gpu, failed },
             Event::Reset { gpu } => Self::Reset { gpu },
             Event::Mig { gpu, mode } => Self::Mig { gpu, on: mode == "on" },
             Event::Show => Self::Show,

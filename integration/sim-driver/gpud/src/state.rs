@@ -54,7 +54,7 @@ pub const CEILINGS_DEEP: usize = 4;
 /// Events that are remembered.
 pub const EVENTS: usize = 256;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"simgpud4");
+const MAGIC: u64 = u64::from_le_bytes(*b"simgpud5");
 
 /// One GPU.
 #[repr(C, align(64))]
@@ -68,9 +68,22 @@ pub struct Gpu {
     pub errors: [AtomicU64; 2],
     /// Whether memory with errors waits to be retired.
     pub retires: AtomicU32,
+    /// Rows of memory with errors: those that spare ones replace, that wait for it, and whether there was no spare one.
+    pub rows: Rows,
     used: AtomicU64,
     /// What it is.
     pub facts: Facts,
+}
+
+/// Rows of a GPU's memory that had errors which could not be corrected.
+#[repr(C)]
+pub struct Rows {
+    /// That a spare row has replaced.
+    pub remapped: AtomicU32,
+    /// That a reset will replace.
+    pub pending: AtomicU32,
+    /// Not 0 once there was no spare row for one.
+    pub failed: AtomicU32,
 }
 
 /// One process.

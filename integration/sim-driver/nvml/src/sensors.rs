@@ -170,10 +170,12 @@ api! {
     fn nvmlDeviceGetRemappedRows(
         device: Device, correctable: Out<u32>, uncorrectable: Out<u32>, pending: Out<u32>, failed: Out<u32>
     ) {
-        constant(device, correctable, 0)?;
-        uncorrectable.put(0)?;
-        pending.put(0)?;
-        failed.put(0)
+        let found = find(device)?;
+        let rows = &found.gpu().rows;
+        correctable.put(0)?;
+        uncorrectable.put(rows.remapped.load(SeqCst))?;
+        pending.put(u32::from(rows.pending.load(SeqCst) > 0))?;
+        failed.put(u32::from(rows.failed.load(SeqCst) > 0))
     }
 
     fn nvmlDeviceGetRowRemapperHistogram(device: Device, to: Out<[u32; 5]>) {
@@ -229,16 +231,32 @@ api! {
     }
 
     fn nvmlDeviceGetFieldValues(device: Device, count: c_int, values: Out<FieldValue>) {
-        find(device)?;
+        let found = find(device)?;
+        let rows = &found.gpu().rows;
         let count = usize::try_from(count).map_err(|_| INVALID_VALUE)?;
         for at in 0..count {
             let place = values.within(at);
+            let asked = place.get()?;
+            // NVML_FI_DEV_REMAPPED_COR, _UNC, _PENDING, _FAILURE (nvml.h).
+            let value = match asked.field {
+                142 => Some(0),
+                143 => Some(rows.remapped.load(SeqCst)),
+                144 => Some(u32::from(rows.pending.load(SeqCst) > 0)),
+                145 => Some(u32::from(rows.failed.load(SeqCst) > 0)),
+                _ => None,
+            };
             // Each value has a status of its own.
-            place.put(FieldValue { status: NOT_SUPPORTED.0, ..place.get()? })?;
+            place.put(match value {
+                Some(value) => FieldValue { kind: UNSIGNED_INT, status: 0, value: value.into(), ..asked },
+                None => FieldValue { status: NOT_SUPPORTED.0, ..asked },
+            })?;
         }
         Ok(())
     }
 }
+
+/// `NVML_VALUE_TYPE_UNSIGNED_INT` (nvml.h).
+const UNSIGNED_INT: u32 = 1;
 
 /// `nvmlFieldValue_t`.
 #[derive(Clone, Copy)]

@@ -15,8 +15,12 @@ use nvml_wrapper::{
     Nvml,
     bitmasks::event::EventTypes,
     enum_wrappers::device::{ComputeMode, EccCounter, MemoryError, TemperatureSensor, TopologyLevel},
-    enums::{device::UsedGpuMemory, event::XidError},
+    enums::{
+        device::{SampleValue, UsedGpuMemory},
+        event::XidError,
+    },
     error::NvmlError,
+    structs::device::FieldId,
 };
 use sim_gpud::{
     config::Machine,
@@ -227,6 +231,24 @@ fn memory_errors_count_until_the_gpu_is_reset() {
     assert_eq!([waits(0), waits(1)], [false, true]);
     driver.happen(&daemon::Command::Reset { gpu: "1".into() });
     assert_eq!((found(1), waits(1)), ([0, 3], false));
+}
+
+#[test]
+fn rows_with_errors_are_replaced_when_the_gpu_is_reset_unless_there_is_no_spare_one() {
+    let driver = Driver::start(MACHINE);
+    let nvml = driver.nvml().unwrap();
+    let rows = |at: u32| {
+        let ids = [142, 143, 144, 145, 1].map(FieldId);
+        let samples = nvml.device_by_index(at).unwrap().field_values_for(&ids).unwrap();
+        samples.into_iter().map(|sample| sample.unwrap().value.ok()).collect::<Vec<_>>()
+    };
+    let some = |values: [u32; 4]| values.map(|value| Some(SampleValue::U32(value))).into_iter().chain([None]);
+    driver.happen(&daemon::Command::Row { gpu: "1".into(), failed: false });
+    assert!(rows(0).into_iter().eq(some([0; 4])));
+    assert!(rows(1).into_iter().eq(some([0, 0, 1, 0])));
+    driver.happen(&daemon::Command::Row { gpu: "1".into(), failed: true });
+    driver.happen(&daemon::Command::Reset { gpu: "1".into() });
+    assert!(rows(1).into_iter().eq(some([0, 1, 0, 1])));
 }
 
 #[test]

@@ -61,7 +61,14 @@ pub enum Command {
         /// Whether the memory waits to be retired.
         retires: bool,
     },
-    /// The GPU is reset: it counts memory errors from nought, and has retired what was to be.
+    /// A row of memory had an error that ECC cannot correct, and is to be replaced by a spare one.
+    Row {
+        /// The GPU.
+        gpu: String,
+        /// Whether there is no spare one; no reset helps.
+        failed: bool,
+    },
+    /// The GPU is reset: it counts memory errors from nought, and has retired or replaced what was to be.
     Reset {
         /// The GPU.
         gpu: String,
@@ -131,10 +138,15 @@ impl Control<'_> {
                 }
                 gpu.retires.fetch_or(u32::from(*retires), SeqCst);
             }
+            Command::Row { gpu, failed } => {
+                let rows = &self.state.gpus[self.find(gpu)?].rows;
+                if *failed { &rows.failed } else { &rows.pending }.fetch_add(1, SeqCst);
+            }
             Command::Reset { gpu } => {
                 let gpu = &self.state.gpus[self.find(gpu)?];
                 gpu.errors[0].store(0, SeqCst);
                 gpu.retires.store(0, SeqCst);
+                gpu.rows.remapped.fetch_add(gpu.rows.pending.swap(0, SeqCst), SeqCst);
             }
             Command::Mig { gpu, on } => {
                 let gpu = self.find(gpu)?;
