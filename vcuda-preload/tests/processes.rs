@@ -1,6 +1,8 @@
 //! Processes that fork, clone, exec and end in every way, and many at once: the account stays what the living hold, and
 //! nothing of the process but its GPU memory is touched. On a driver in small (tests/common/model.c).
 
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
 mod common;
 
 use common::{MIB, Model, OUT_OF_MEMORY, Session, can_mount, limit};
@@ -37,6 +39,33 @@ fn a_forked_child_neither_keeps_nor_loses_what_its_parent_has() {
     fresh.must("init 0");
     fresh.must(&format!("alloc {MIB}"));
     exact(&model, &mut session, MIB);
+}
+
+/// A worker of a data loader, say: it has copies of the driver's descriptors, through which the driver keeps what its dead
+/// parent had (Megatron-LM#3684).
+#[test]
+fn what_a_child_keeps_of_its_dead_parent_stays_accounted() {
+    let Some(model) = model() else { return };
+    let (mut one, mut two) = (model.ready(), model.ready());
+    one.must(&format!("alloc {}", CEILING / 4));
+    let child = one.must("leave-child");
+    one.kill();
+    exact(&model, &mut two, CEILING / 4);
+    assert_eq!(two.call("nvml-processes 0"), (0, 0, 0));
+    assert_eq!(two.call(&format!("alloc {CEILING}")).0, OUT_OF_MEMORY);
+    let block = two.must(&format!("alloc {}", CEILING * 3 / 4));
+    assert_eq!(two.call("nvml-processes 0"), (0, 1, CEILING * 3 / 4));
+    exact(&model, &mut two, CEILING);
+    two.must(&format!("free {block}"));
+    // SAFETY: no memory is involved.
+    assert_eq!(unsafe { libc::kill(i32::try_from(child).unwrap(), libc::SIGKILL) }, 0);
+    // Nobody here can wait for a grandchild.
+    while two.info() != (CEILING, CEILING) {
+        std::thread::yield_now();
+    }
+    exact(&model, &mut two, 0);
+    two.must(&format!("alloc {CEILING}"));
+    assert_eq!(model.passed(), 0);
 }
 
 #[test]

@@ -244,7 +244,7 @@ impl Usage {
         for slot in self.claimed().filter(|slot| *slot != me.slot()) {
             let Some(word) = self.open_word(slot, gpu) else { continue };
             let since = word.load(Acquire);
-            if since == 0 || now_ns.saturating_sub(since) < for_ns || !self.dead(Some(me), slot) {
+            if since == 0 || now_ns.saturating_sub(since) < for_ns || !self.is_over(Some(me), slot) {
                 continue;
             }
             fault::point();

@@ -15,7 +15,7 @@ use crate::{
     layout::{GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
     mapping::invalid,
     pair::whole,
-    usage::locked,
+    usage::{is_kept, locked},
 };
 
 /// An honest container's 1024 locks take a fraction of a millisecond to look at. One that sets a million locks on its
@@ -47,7 +47,7 @@ pub struct UsageSnapshot {
 /// One GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuUsage {
-    /// Bytes that living processes hold.
+    /// Bytes that living processes hold, and that the dead left to their children.
     pub used_bytes: u64,
     /// Allocations that the ceiling has refused since the file was made.
     pub refusals: u64,
@@ -161,7 +161,11 @@ impl UsageReader {
         if !locks {
             return Ok(());
         }
-        let Some(pid) = locked(self.file.as_raw_fd(), slot)? else { return Ok(()) };
+        let fd = self.file.as_raw_fd();
+        let alive = locked(fd, slot)?;
+        if alive.is_none() && !is_kept(fd, slot) {
+            return Ok(());
+        }
         let held = |gpu: usize, total: Total| {
             let at = std::mem::offset_of!(Slot, held) + gpu * 16;
             bytes(Held::unpack(pair(&text, at)).with(slot, total).units)
@@ -170,6 +174,7 @@ impl UsageReader {
         for (figures, held) in snapshot.gpus.iter_mut().zip(&bytes) {
             figures.used_bytes = figures.used_bytes.saturating_add(*held);
         }
+        let Some(pid) = alive else { return Ok(()) };
         let open = |gpu: usize| word(&text, std::mem::offset_of!(Slot, open_since_ns) + gpu * 8);
         snapshot.processes.push(ProcessUsage {
             pid,
@@ -214,10 +219,12 @@ mod tests {
         usage.launches_of_one(me).store(2, std::sync::atomic::Ordering::Relaxed);
 
         let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();
-        // A process's own locks never show to itself; tests/processes.rs looks from another one.
-        assert_eq!(snapshot.gpus[1], GpuUsage { refusals: 1, ..Default::default() });
+        // A process's own locks never show to itself, those of its open files do; tests/processes.rs looks from another one.
+        assert_eq!(snapshot.gpus[1], GpuUsage { used_bytes: 3 << 20, refusals: 1, ..Default::default() });
+        assert_eq!(snapshot.processes, []);
         assert_eq!(snapshot.launches, 5);
-        assert_eq!(UsageReader::open(&path).unwrap().counters().unwrap(), snapshot);
+        let counters = UsageReader::open(&path).unwrap().counters().unwrap();
+        assert_eq!((counters.gpus[1].refusals, counters.launches), (1, 5));
         assert_eq!((usage.used(Some(me), 1), usage.used(None, 1)), (3 << 20, 3 << 20));
     }
 

@@ -5,13 +5,21 @@
 //! drops it when the process dies or calls exec, never before, and a forked child does not have it; so it tells the
 //! living from the dead across PID namespaces and users, and no number that is used again can fool it. Nobody ever
 //! waits for such a lock.
+//!
+//! The driver has a process's memory back when the last descriptor of its device is closed, and children that were forked
+//! have copies of those: one that lives on keeps what its parent held. So a process also has descriptors whose copies a
+//! child gets and drops as it does the driver's, of this file and of the device, with a lock each that belongs to the open
+//! file and not to the process (F_OFD_SETLK). Memory is back once the process is dead and one of these two is gone.
 
 use std::{
     ffi::CString,
     io,
     os::{fd::RawFd, unix::ffi::OsStrExt},
     path::Path,
-    sync::atomic::Ordering::{Acquire, Relaxed, Release},
+    sync::atomic::{
+        AtomicI32,
+        Ordering::{Acquire, Relaxed, Release},
+    },
 };
 
 use crate::{
@@ -30,7 +38,15 @@ use crate::{
 pub struct Usage {
     file: Mapping<UsageFile>,
     fd: RawFd,
+    path: CString,
+    /// The driver's device, where there is one.
+    device: CString,
+    /// A descriptor of it, or -1.
+    device_fd: AtomicI32,
 }
+
+/// Every process that uses a GPU has it open. Programs whose children close the driver's descriptors know them by this name.
+const DEVICE: &str = "/dev/nvidiactl";
 
 /// The slot of the calling process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,13 +87,22 @@ impl Usage {
     /// # Errors
     /// The file cannot be opened, or is none of this layout.
     pub fn open(path: &Path) -> io::Result<Self> {
+        Self::open_beside(path, Path::new(DEVICE))
+    }
+
+    /// The same with another file as the driver's device.
+    ///
+    /// # Errors
+    /// As [`Usage::open`].
+    pub fn open_beside(path: &Path, device: &Path) -> io::Result<Self> {
         let path = CString::new(path.as_os_str().as_bytes())?;
+        let device = CString::new(device.as_os_str().as_bytes())?;
         let fd = open(&path, libc::O_RDWR)?;
         let usage = Mapping::new(fd, true).and_then(|file: Mapping<UsageFile>| {
             let Header { magic, version, size } = &file.header;
             let (magic, version, size) = (magic.load(Acquire), version.load(Relaxed), size.load(Relaxed));
             Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
-            Ok(Self { file, fd })
+            Ok(Self { file, fd, path: path.clone(), device, device_fd: AtomicI32::new(-1) })
         });
         if usage.is_err() {
             // SAFETY: the descriptor is ours and nobody else knows it.
@@ -103,9 +128,9 @@ impl Usage {
             if !self.lock(slot, libc::F_WRLCK)? || self.identity(slot).shares_files() {
                 continue;
             }
-            // The lock is ours, but memory of a process that is still being torn down stays where it is.
+            // The lock is ours, but memory of a process that is still being torn down stays where it is, or that a child keeps.
             if (0..MAX_GPUS).any(|gpu| self.account(gpu).held(slot) > 0) {
-                if !self.identity(slot).is_exiting() {
+                if !self.identity(slot).is_exiting() && !self.is_kept(slot) {
                     (0..MAX_GPUS).for_each(|gpu| _ = self.account(gpu).reap(slot, || true));
                 } else {
                     self.lock(slot, libc::F_UNLCK)?;
@@ -118,6 +143,7 @@ impl Usage {
             pid_namespace.store(me.pid_namespace, Relaxed);
             program.store(me.program, Relaxed);
             self.file.claimed[slot / 64].fetch_or(1 << (slot % 64), Release);
+            self.keep(slot);
             return Ok(Process { slot });
         }
         Err(io::Error::other(format!("{MAX_PROCESSES} processes of this container use GPUs already")))
@@ -193,7 +219,7 @@ impl Usage {
         }
         for slot in self.claimed() {
             let held = self.account(gpu).held(slot);
-            if held > 0 && !self.dead(me, slot) {
+            if held > 0 && !self.is_over(me, slot) {
                 let pid = u32::try_from(self.file.slots[slot].pid.load(Relaxed)).unwrap_or(0);
                 with(pid, bytes(held));
             }
@@ -237,11 +263,34 @@ impl Usage {
         })
     }
 
-    /// Whether the process of `slot` is gone, and the driver has its memory back.
+    /// Opens the two descriptors of which forked children get copies, and locks them for `slot`. They stay open, in children
+    /// too: closing one of this file would drop the process's locks.
+    fn keep(&self, slot: usize) {
+        if let Ok(fd) = open(&self.path, libc::O_RDWR) {
+            lock_open_file(fd, slot);
+        }
+        if let Ok(fd) = open(&self.device, libc::O_RDWR | libc::O_NONBLOCK | libc::O_NOCTTY) {
+            lock_open_file(fd, slot);
+            self.device_fd.store(fd, Relaxed);
+        }
+    }
+
+    /// Whether a child of the process of `slot` has the descriptors through which the driver keeps its memory.
+    fn is_kept(&self, slot: usize) -> bool {
+        let device = self.device_fd.load(Relaxed);
+        is_kept(self.fd, slot) && (device < 0 || is_kept(device, slot))
+    }
+
+    /// Whether the driver has the memory of the process of `slot` back.
+    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+        self.is_over(me, slot) && !self.is_kept(slot)
+    }
+
+    /// Whether the process of `slot` is gone, and the driver done with it.
     ///
     /// The kernel drops locks before it closes the driver's files. While a process of this PID namespace is still on
     /// its way out, its memory is not back. Elsewhere the lock alone decides.
-    pub(crate) fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+    pub(crate) fn is_over(&self, me: Option<Process>, slot: usize) -> bool {
         let identity = self.identity(slot);
         // One's own lock never shows, nor does that of another copy of the shim in this process.
         if me.is_some_and(|me| me.slot == slot) || identity.may_be_caller() {
@@ -294,14 +343,37 @@ pub(crate) fn locked(fd: RawFd, slot: usize) -> io::Result<Option<u32>> {
     Ok((!free).then(|| u32::try_from(lock.l_pid).unwrap_or(0)))
 }
 
+/// Whether somebody else has the descriptors of the process of `slot`, whose file or device is behind `fd`.
+pub(crate) fn is_kept(fd: RawFd, slot: usize) -> bool {
+    let mut lock = open_file_lock(slot);
+    // SAFETY: `lock` outlives the call.
+    let asked = unsafe { libc::fcntl(fd, libc::F_GETLK, &raw mut lock) } == 0;
+    asked && libc::c_int::from(lock.l_type) != libc::F_UNLCK
+}
+
+/// Nothing is lost where that fails: another copy of the shim in this process has the lock already.
+fn lock_open_file(fd: RawFd, slot: usize) {
+    let lock = open_file_lock(slot);
+    // SAFETY: `lock` outlives the call.
+    unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const lock) };
+}
+
+/// A lock of the open file: behind all of the processes' own, a byte a slot.
+fn open_file_lock(slot: usize) -> libc::flock {
+    lock(USAGE_SIZE + slot, 1, libc::F_WRLCK)
+}
+
 fn record_lock(slot: usize, kind: libc::c_int) -> libc::flock {
-    let at = std::mem::offset_of!(UsageFile, slots) + slot * size_of::<Slot>();
+    lock(std::mem::offset_of!(UsageFile, slots) + slot * size_of::<Slot>(), size_of::<Slot>(), kind)
+}
+
+fn lock(at: usize, length: usize, kind: libc::c_int) -> libc::flock {
     // All of these are far below what the types hold.
     libc::flock {
         l_type: kind.try_into().unwrap_or(0),
         l_whence: libc::SEEK_SET.try_into().unwrap_or(0),
         l_start: at.try_into().unwrap_or(0),
-        l_len: size_of::<Slot>().try_into().unwrap_or(0),
+        l_len: length.try_into().unwrap_or(0),
         l_pid: 0,
     }
 }

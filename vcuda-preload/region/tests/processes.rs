@@ -5,6 +5,7 @@
 
 use std::{
     env,
+    fs::File,
     io::{BufRead, BufReader, Write},
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
@@ -31,7 +32,8 @@ const POINTS: i64 = 40;
 #[test]
 fn worker() {
     let Ok(task) = env::var(TASK) else { return };
-    let usage = Usage::open(Path::new(&env::var(FILE).unwrap())).unwrap();
+    let file = PathBuf::from(env::var(FILE).unwrap());
+    let usage = Usage::open_beside(&file, &file.with_file_name("device")).unwrap();
     let (name, number) = task.split_once(' ').unwrap();
     let number: i64 = number.parse().unwrap();
     match name {
@@ -64,6 +66,16 @@ fn worker() {
                 let me = usage.claim().unwrap();
                 usage.take(me, GPU, bytes / 2, CEILING).unwrap();
                 say("forked");
+                wait_for_line();
+                // As programs do that want no child to keep their memory.
+                for fd in 3..64 {
+                    let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
+                    if link.is_ok_and(|link| link.ends_with("device")) {
+                        // SAFETY: a copy of the parent's, of which this child knows nothing; and its own, which it may lose.
+                        unsafe { libc::close(fd) };
+                    }
+                }
+                say("closed");
                 wait_for_end_of_input();
             }
             // The parent dies, the child lives on with what is its own.
@@ -77,6 +89,10 @@ fn worker() {
 fn say(word: &str) {
     println!("{word}");
     std::io::stdout().flush().unwrap();
+}
+
+fn wait_for_line() {
+    std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
 fn wait_for_end_of_input() -> ! {
@@ -171,7 +187,7 @@ impl Share {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("usage");
         Usage::create(&path).unwrap();
-        let usage = Usage::open(&path).unwrap();
+        let usage = Usage::open_beside(&path, &path.with_file_name("device")).unwrap();
         Self { _folder: folder, path, usage }
     }
 
@@ -362,17 +378,39 @@ fn two_copies_of_the_shim_in_a_process_share_its_slot() {
     assert_eq!(share.used(), 8192);
 }
 
+/// The driver frees a process's memory when the last copy of its descriptors is closed (Megatron-LM#3684).
 #[test]
-fn a_forked_child_owns_nothing_of_its_parent() {
-    let share = Share::new();
-    let mut worker = share.start("fork", 8192);
-    worker.wait_for("forked");
-    worker.child.wait().unwrap();
-    assert_eq!(share.used(), 4096, "the parent's 8192 bytes came back, the child's stay");
-    drop(worker.input.take());
-    // Nobody can wait for a grandchild.
-    while share.usage.used(None, GPU) != 0 {
-        std::thread::yield_now();
+fn a_forked_child_owns_nothing_of_its_parent_and_keeps_its_memory() {
+    for device in [false, true] {
+        let share = Share::new();
+        if device {
+            File::create(share.path.with_file_name("device")).unwrap();
+        }
+        let mut worker = share.start("fork", 8192);
+        worker.wait_for("forked");
+        worker.child.wait().unwrap();
+        assert_eq!(share.used(), 8192 + 4096, "the parent's, and the child's own");
+        // From here on nobody in this process closes the file, which would drop this lock.
+        let me = share.usage.claim().unwrap();
+        let rest = CEILING - 8192 - 4096;
+        share.usage.take(me, GPU, rest, CEILING).unwrap();
+        assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
+        share.usage.give(me, GPU, rest);
+        let mut other = share.start("hold", 512);
+        other.wait_for("held");
+        assert_eq!(share.usage.used(Some(me), GPU), 8192 + 4096 + 512, "nobody takes the parent's slot");
+        drop(other);
+        if device {
+            // A child that drops the driver's descriptors keeps nothing.
+            worker.input.as_mut().unwrap().write_all(b"\n").unwrap();
+            worker.wait_for("closed");
+            assert_eq!(share.usage.used(Some(me), GPU), 4096);
+        }
+        drop(worker.input.take());
+        // Nobody can wait for a grandchild.
+        while share.usage.used(Some(me), GPU) != 0 {
+            std::thread::yield_now();
+        }
     }
 }
 

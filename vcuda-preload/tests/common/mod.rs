@@ -8,7 +8,7 @@ use std::{
     env,
     fs::{self, File},
     io::{BufRead, BufReader, Write},
-    os::unix::fs::FileExt,
+    os::{fd::AsRawFd, unix::fs::FileExt},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio},
     sync::OnceLock,
@@ -298,15 +298,19 @@ impl Model {
         self.state.write_all_at(&value.to_le_bytes(), at as u64).unwrap();
     }
 
-    /// Bytes that the living really hold of a GPU.
+    /// Bytes of a GPU that are really taken: by the living, and by the dead whose children keep them.
     pub fn held(&self, gpu: usize) -> u64 {
         let client = |n| CLIENTS_AT + n * CLIENT_BYTES;
-        let alive = |pid: u64| {
-            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+        let is_open = |n: usize| {
+            // SAFETY: plain old data, for which zero is a value.
+            let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+            (lock.l_type, lock.l_start, lock.l_len) = (libc::F_WRLCK as i16, n as i64, 1);
+            // SAFETY: `lock` outlives the call.
+            assert_eq!(unsafe { libc::fcntl(self.state.as_raw_fd(), libc::F_GETLK, &raw mut lock) }, 0);
+            lock.l_type != libc::F_UNLCK as i16
         };
         (0..CLIENTS)
-            .filter(|n| matches!(self.read(client(*n)), pid @ 1.. if alive(pid)))
+            .filter(|n| matches!(self.read(client(*n)), pid @ 1.. if pid == 1 || is_open(*n)))
             .map(|n| self.read(client(n) + 8 * (1 + gpu)))
             .sum()
     }

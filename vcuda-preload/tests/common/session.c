@@ -523,6 +523,12 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         command("free-pool", pool, 0, 0, unused);
         return result;
     }
+    if (!strcmp(name, "leave-child")) {
+        pid_t child = fork();
+        while (!child)
+            pause();
+        return out[0] = child, child < 0;
+    }
     if (!strncmp(name, "child-by-", 9)) return child_by(name + 9, a);
     if (!strncmp(name, "end-by-", 7)) end_by(name + 7);
     if (!strcmp(name, "untouched")) return untouched(out);
