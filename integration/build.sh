@@ -8,6 +8,8 @@
 # What is installed, and what runs inside other people's images, is linked for glibc 2.17 or newer, by zig.
 # VCUDA_DIST names another folder than target/node; VCUDA_PROFILE another cargo profile than release.
 set -euo pipefail
+. "$(dirname "$0")/usage.sh"
+usage "" "$@"
 cd "$(dirname "$0")/.."
 
 target=${CARGO_TARGET_DIR:-$PWD/target}
@@ -15,9 +17,8 @@ out=${VCUDA_DIST:-$PWD/target/node}
 profile=${VCUDA_PROFILE:-release}
 built=$profile
 [ "$profile" = dev ] && built=debug
-cache=$(integration/setup.sh --where)
-# Before everything: cargo-zigbuild asks the first python3 that it finds for zig.
-export PATH="$cache/venv/bin:$PATH:$HOME/.cargo/bin"
+zig=$(integration/zig.sh)
+export PATH="$zig:$PATH:$HOME/.cargo/bin"
 triple=x86_64-unknown-linux-gnu
 
 say() { printf '\033[2m%s\033[0m\n' "build: $*" >&2; }

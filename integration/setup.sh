@@ -11,6 +11,8 @@
 #
 # VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
 set -euo pipefail
+. "$(dirname "$(readlink -f "$0")")/usage.sh"
+usage "--where" "$@"
 
 cache=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}
 if [ "${1-}" = --where ]; then
@@ -101,14 +103,6 @@ unpack etcd trixie etcd-server
 unpack kubectl forky kubectl
 for release in bullseye bookworm trixie; do unpack_root "$release"; done
 
-# --- a linker with a glibc floor, for what runs inside other people's images -------------------------------
-
-if [ ! -x "$cache/venv/bin/cargo-zigbuild" ]; then
-    say "installing zig and cargo-zigbuild"
-    rm -rf "$cache/venv"
-    /usr/bin/python3 -m venv "$cache/venv"
-    "$cache/venv/bin/pip" install -q --disable-pip-version-check ziglang==0.17.1 cargo-zigbuild==0.24.1 >&2 ||
-        die "zig cannot be installed from PyPI; is the network there?"
-fi
+"${apt%/*}/zig.sh" >/dev/null || exit 1
 
 say "all there: $cache"

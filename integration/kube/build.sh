@@ -2,6 +2,8 @@
 # Builds kubelet, kube-apiserver and kube-scheduler from the Go modules that go.mod names, into the cache, and prints
 # the folder: it is what the cluster tests take as KUBE_BIN_DIR. Two to five minutes a program on two cores, once.
 set -euo pipefail
+. "$(dirname "$0")/../usage.sh"
+usage "" "$@"
 cd "$(dirname "$0")"
 
 version=$(sed -n 's/^require k8s.io\/kubernetes v//p' go.mod)
