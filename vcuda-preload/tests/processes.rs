@@ -1,8 +1,6 @@
 //! Processes that fork, clone, exec and end in every way, and many at once: the account stays what the living hold, and
 //! nothing of the process but its GPU memory is touched. On a driver in small (tests/common/model.c).
 
-#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
-
 mod common;
 
 use common::{MIB, Model, OUT_OF_MEMORY, Session, can_mount, limit};

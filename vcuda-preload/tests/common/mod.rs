@@ -301,13 +301,14 @@ impl Model {
     /// Bytes of a GPU that are really taken: by the living, and by the dead whose children keep them.
     pub fn held(&self, gpu: usize) -> u64 {
         let client = |n| CLIENTS_AT + n * CLIENT_BYTES;
+        let kind = |of: libc::c_int| of.try_into().unwrap();
         let is_open = |n: usize| {
             // SAFETY: plain old data, for which zero is a value.
             let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-            (lock.l_type, lock.l_start, lock.l_len) = (libc::F_WRLCK as i16, n as i64, 1);
+            (lock.l_type, lock.l_start, lock.l_len) = (kind(libc::F_WRLCK), n as i64, 1);
             // SAFETY: `lock` outlives the call.
             assert_eq!(unsafe { libc::fcntl(self.state.as_raw_fd(), libc::F_GETLK, &raw mut lock) }, 0);
-            lock.l_type != libc::F_UNLCK as i16
+            lock.l_type != kind(libc::F_UNLCK)
         };
         (0..CLIENTS)
             .filter(|n| matches!(self.read(client(*n)), pid @ 1.. if pid == 1 || is_open(*n)))
