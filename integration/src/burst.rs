@@ -1,5 +1,5 @@
-//! Many pods at once to one node, and how long it takes until all are scheduled and all run: with shares and without,
-//! turn by turn on one cluster.
+//! Many pods at once to one node, or one, and how long it takes until all are scheduled, have started and are known to
+//! run: with shares and without, turn by turn on one cluster.
 
 use std::{
     collections::BTreeMap,
@@ -8,7 +8,7 @@ use std::{
     process::{Child, Command, Stdio},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::{Context, Result, bail, ensure};
@@ -79,7 +79,9 @@ impl Kind {
 pub struct Burst {
     /// Until the last pod had its node.
     pub scheduled: Duration,
-    /// Until the last pod ran.
+    /// Until containerd had started the last container.
+    pub started: Duration,
+    /// Until the last pod ran, as the API server has it: kubelet looks once a second.
     pub running: Duration,
     /// Processor time that each part of the cluster took until then, in seconds.
     pub cpu: BTreeMap<&'static str, f64>,
@@ -108,6 +110,7 @@ pub async fn burst(cluster: &mut Cluster, name: &str, kind: Kind, count: usize) 
     let watch = Watch::start(cluster.kubectl_command(), &label)?;
     let before = cpu(cluster)?;
     let begun = Instant::now();
+    let begun_at = SystemTime::now();
     let list = json!({"apiVersion": "v1", "kind": "List", "items": pods});
     cluster.kubectl(&["create", "-f", "-"], Some(&list))?;
     let (scheduled, running) = watch.follow(count, begun).with_context(|| {
@@ -118,13 +121,23 @@ pub async fn burst(cluster: &mut Cluster, name: &str, kind: Kind, count: usize) 
     for (part, seconds) in &mut cpu {
         *seconds -= before.get(part).copied().unwrap_or_default();
     }
+    let started = last_start(cluster).await?.duration_since(begun_at)?;
     let shares = if kind == Kind::Plain { 0 } else { count };
     ensure!(cluster.vcuda.shares().len() == shares, "{name}: {} shares", cluster.vcuda.shares().len());
     cluster.kubectl(&["delete", "pods", "-l", &label, "--wait=true", "--timeout=600s"], None)?;
     cluster
         .wait_until("no share is on record", PATIENCE, |cluster| cluster.vcuda.shares().is_empty())
         .await?;
-    Ok(Burst { scheduled, running, cpu })
+    Ok(Burst { scheduled, started, running, cpu })
+}
+
+/// When the youngest container that runs was started.
+async fn last_start(cluster: &Cluster) -> Result<SystemTime> {
+    let mut last = 0;
+    for id in cluster.cri().running().await? {
+        last = last.max(cluster.cri().status(&id).await?.started_at);
+    }
+    Ok(UNIX_EPOCH + Duration::from_nanos(last.try_into()?))
 }
 
 /// Seconds of processor time of each part so far. What they start (containers, and what makes them) is not in it.
@@ -208,10 +221,12 @@ struct Line {
     kind: Kind,
     /// Medians, in seconds.
     scheduled_s: f64,
+    started_s: f64,
     running_s: f64,
     /// Slowest round, in seconds.
     slowest_s: f64,
-    /// Median of the rounds' ratios to the burst without shares of the same round.
+    /// Medians of the rounds' ratios to the burst without shares of the same round.
+    started_ratio: f64,
     ratio: f64,
     /// Processor time of each part, in seconds, mean of a burst.
     cpu_s: BTreeMap<&'static str, f64>,
@@ -237,11 +252,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         return Ok(());
     }
     println!("{} pods at once to one node, {} rounds, seconds", figures.pods, figures.rounds);
-    println!("{:<34} {:>9} {:>9} {:>9} {:>7}", "", "scheduled", "running", "slowest", "ratio");
+    println!(
+        "{:<34} {:>9} {:>9} {:>7} {:>9} {:>9} {:>7}",
+        "", "scheduled", "started", "ratio", "running", "slowest", "ratio"
+    );
     for line in &figures.bursts {
-        let Line { kind, scheduled_s, running_s, slowest_s, ratio, .. } = line;
+        let Line { kind, scheduled_s, started_s, started_ratio, running_s, slowest_s, ratio, .. } = line;
         println!(
-            "{:<34} {scheduled_s:>9.2} {running_s:>9.2} {slowest_s:>9.2} {ratio:>7.3}",
+            "{:<34} {scheduled_s:>9.3} {started_s:>9.3} {started_ratio:>7.3} {running_s:>9.2} {slowest_s:>9.2} {ratio:>7.3}",
             kind.described()
         );
     }
@@ -278,7 +296,10 @@ async fn measure(arguments: &Arguments) -> Result<Figures> {
             }
         }
     }
-    let plain: Vec<f64> = bursts["plain"].iter().map(|burst| burst.running.as_secs_f64()).collect();
+    let ratio = |kind: Kind, of: fn(&Burst) -> Duration| {
+        let seconds = |kind: Kind| bursts[kind.name()].iter().map(move |burst| of(burst).as_secs_f64());
+        median(seconds(kind).zip(seconds(Kind::Plain)).map(|(with, without)| with / without).collect())
+    };
     let line = |kind: Kind| {
         let bursts = &bursts[kind.name()];
         let seconds = |of: fn(&Burst) -> Duration| bursts.iter().map(move |burst| of(burst).as_secs_f64());
@@ -291,7 +312,9 @@ async fn measure(arguments: &Arguments) -> Result<Figures> {
             kind,
             scheduled_s: median(seconds(|burst| burst.scheduled).collect()),
             slowest_s: running.iter().copied().fold(0.0, f64::max),
-            ratio: median(running.iter().zip(&plain).map(|(with, without)| with / without).collect()),
+            started_s: median(seconds(|burst| burst.started).collect()),
+            started_ratio: ratio(kind, |burst| burst.started),
+            ratio: ratio(kind, |burst| burst.running),
             running_s: median(running),
             cpu_s,
         }

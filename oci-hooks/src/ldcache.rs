@@ -25,6 +25,9 @@ const CACHE: &str = "/etc/ld.so.cache";
 const CONFIG_FOLDER: &str = "/etc/ld.so.conf.d";
 const CONFIG_NAME: &str = "00-vcuda.conf";
 
+/// Where `ldconfig` is.
+const LDCONFIG: [&str; 2] = ["/sbin/ldconfig", "/usr/sbin/ldconfig"];
+
 /// A file of folder names is a page of text.
 const CONFIG_MAX_BYTES: u64 = 1 << 20;
 
@@ -100,11 +103,12 @@ fn write_cache(args: &Args, rootfs: &Rootfs) -> Result<(), RootfsError> {
     rootfs.folder(folder)?.replace_file(name, &cache.to_bytes(), MODE)
 }
 
-/// Names the folders for an `ldconfig` that someone runs in the container later, where the image has a folder
-/// for that. An image without one (distroless) has no `ldconfig` either.
+/// Names the folders for an `ldconfig` that someone runs in the container later, where the image has one, and a folder
+/// for that.
 fn write_config(args: &Args, rootfs: &Rootfs) -> Result<(), RootfsError> {
     let folder = Path::new(CONFIG_FOLDER);
-    if rootfs.stat(folder)?.is_none() {
+    let mut programs = LDCONFIG.iter().map(|path| rootfs.stat(Path::new(path)));
+    if !programs.any(|found| !matches!(found, Ok(None))) || rootfs.stat(folder)?.is_none() {
         return Ok(());
     }
     let folders: BTreeSet<_> = args.libraries.iter().filter_map(|path| path.0.parent()).collect();

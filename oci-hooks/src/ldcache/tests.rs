@@ -69,7 +69,7 @@ fn an_image_without_a_cache_gets_one() {
 
 #[test]
 fn a_second_run_changes_nothing() {
-    let host = Host::new(&[GLIBC_LOADER]);
+    let host = Host::new(&[GLIBC_LOADER, LDCONFIG[0]]);
     fs::create_dir_all(host.at(CONFIG_FOLDER)).unwrap();
     host.run(&[CUDA, NVML]).unwrap();
     // Held, so that their numbers are not given out again.
@@ -85,11 +85,20 @@ fn a_second_run_changes_nothing() {
 
 #[test]
 fn a_later_ldconfig_is_told_the_folders() {
-    let host = Host::new(&[GLIBC_LOADER]);
+    let host = Host::new(&[GLIBC_LOADER, LDCONFIG[1]]);
     fs::create_dir_all(host.at(CONFIG_FOLDER)).unwrap();
     host.run(&[CUDA, NVML, "/opt/driver/libnvoptix.so.1"]).unwrap();
     let text = fs::read_to_string(host.at(CONFIG_FOLDER).join(CONFIG_NAME)).unwrap();
     assert_eq!(text, "/opt/driver\n/usr/lib/x86_64-linux-gnu\n");
+}
+
+#[test]
+fn an_image_without_ldconfig_gets_no_configuration_for_it() {
+    let host = Host::new(&[GLIBC_LOADER]);
+    fs::create_dir_all(host.at(CONFIG_FOLDER)).unwrap();
+    host.run(&[CUDA]).unwrap();
+    host.assert_finds(&[CUDA]);
+    assert_eq!(fs::read_dir(host.at(CONFIG_FOLDER)).unwrap().count(), 0);
 }
 
 #[test]
@@ -158,14 +167,14 @@ fn a_linked_etc_is_followed_within_the_root_only() {
 
 #[test]
 fn a_linked_configuration_is_followed_within_the_root_only() {
-    let host = Host::new(&[GLIBC_LOADER]);
+    let host = Host::new(&[GLIBC_LOADER, LDCONFIG[0]]);
     fs::create_dir_all(host.at(CONFIG_FOLDER)).unwrap();
     symlink(host.folder.path().join("outside/canary"), host.at(CONFIG_FOLDER).join(CONFIG_NAME)).unwrap();
     host.run(&[CUDA]).unwrap();
     assert!(fs::symlink_metadata(host.at(CONFIG_FOLDER).join(CONFIG_NAME)).unwrap().is_file());
     host.assert_outside_untouched();
 
-    let host = Host::new(&[GLIBC_LOADER]);
+    let host = Host::new(&[GLIBC_LOADER, LDCONFIG[0]]);
     fs::create_dir_all(host.at("/etc")).unwrap();
     symlink(host.folder.path().join("outside"), host.at(CONFIG_FOLDER)).unwrap();
     // In the container the link leads nowhere: there is no such folder.
