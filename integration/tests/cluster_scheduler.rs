@@ -131,7 +131,7 @@ async fn the_schedulers_choice_is_where_the_container_runs_and_too_much_waits_wi
 
 /// What dcgm-exporter and others ask kubelet: device IDs are of the GPU that the container has. They are not where two
 /// pods that are placed at once ask just as much, kubelet has no units of that GPU left, or kubelet has heard of the pod
-/// before the device plugin has, which happens on a busy machine (DESIGN.md); so a pod may be tried again.
+/// long before the device plugin has, which happens on a busy machine (DESIGN.md); so a pod may be tried again.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
 async fn kubelet_tells_monitors_the_gpu_that_the_container_has() {

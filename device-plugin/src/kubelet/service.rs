@@ -3,10 +3,13 @@
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use tokio::sync::{mpsc, watch};
+use tokio::{
+    sync::{mpsc, watch},
+    time,
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 use tracing::{info, warn};
@@ -26,6 +29,10 @@ use crate::{
     offer::{Offer, Resource},
     prefer::{self, Trail, Wish},
 };
+
+/// How long a wish waits for word of the container that it is for. Kubelet and this process hear of a pod from the same
+/// API server at about the same time, and on a busy machine kubelet can be the first.
+const HEARD_WITHIN: Duration = Duration::from_millis(200);
 
 /// Makes sure that the CDI spec is on disk and fits the driver. It may block.
 pub type EnsureCdi = dyn Fn() -> anyhow::Result<()> + Send + Sync;
@@ -60,6 +67,30 @@ impl Context {
         let expected = Arc::clone(&self.expected.borrow());
         let granted = self.granted.lock().unwrap_or_else(PoisonError::into_inner);
         granted.guess(&expected, resource, units).map(|one| one.gpus.clone())
+    }
+
+    /// The same, after a wait for word of it where a scheduler has ever placed a container here. Who has the first
+    /// resource of a pair is known by then, so a container that nobody has placed waits once.
+    async fn placed_soon(&self, resource: Resource, units: u32) -> Option<Vec<GpuUuid>> {
+        let mut expected = self.expected.clone();
+        // This receiver never looks, so something new is all that there ever was.
+        let waits = expected.has_changed().unwrap_or(false)
+            && self
+                .trail
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .near(resource, Instant::now())
+                .is_empty();
+        let hear = async {
+            loop {
+                expected.mark_unchanged();
+                let placed = self.placed(resource, units);
+                if placed.is_some() || !waits || expected.changed().await.is_err() {
+                    return placed;
+                }
+            }
+        };
+        time::timeout(HEARD_WITHIN, hear).await.unwrap_or(None)
     }
 
     fn note(&self, resource: Resource, grant: &Grant) {
@@ -197,10 +228,6 @@ impl DevicePlugin for Service {
     ) -> Result<Response<PreferredAllocationResponse>, Status> {
         let context = &self.context;
         let offer = context.current();
-        let near = {
-            let trail = context.trail.lock().unwrap_or_else(PoisonError::into_inner);
-            trail.near(self.resource, Instant::now()).to_vec()
-        };
         let mut container_responses = Vec::new();
         for asked in request.into_inner().container_requests {
             let wish = Wish {
@@ -208,11 +235,15 @@ impl DevicePlugin for Service {
                 must_include: &asked.must_include_device_ids,
                 size: u32::try_from(asked.allocation_size).unwrap_or(0),
             };
-            if let Some(gpus) = context.placed(self.resource, wish.size) {
+            if let Some(gpus) = context.placed_soon(self.resource, wish.size).await {
                 let device_ids = prefer::prefer_placed(self.resource, &offer, wish, &gpus);
                 container_responses.push(ContainerPreferredAllocationResponse { device_ids });
                 continue;
             }
+            let near = {
+                let trail = context.trail.lock().unwrap_or_else(PoisonError::into_inner);
+                trail.near(self.resource, Instant::now()).to_vec()
+            };
             let device_ids =
                 prefer::prefer(self.resource, &context.names, &offer, wish, &near).map_err(|refusal| {
                     warn!(resource = %self.resource, %refusal, "refused");
@@ -256,5 +287,51 @@ impl OpenStream {
 impl Drop for OpenStream {
     fn drop(&mut self) {
         self.0.send_modify(|open| *open -= 1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, pin::pin};
+
+    use futures::{FutureExt, poll};
+
+    use super::*;
+
+    fn context() -> (Context, watch::Sender<Arc<Vec<Expected>>>) {
+        let (expect, expected) = watch::channel(Arc::default());
+        let (_, offer) = watch::channel(Arc::new(Offer::new(Vec::new(), BTreeSet::new())));
+        (Context::new(Resources::default(), offer, expected, Arc::new(|| Ok(()))), expect)
+    }
+
+    fn placed(pod: &str, core: u32, n: u8) -> Expected {
+        let gpus = vec![GpuUuid::from_bytes([n; 16])];
+        Expected { pod: pod.into(), container: "main".into(), core, memory: 8, gpus }
+    }
+
+    #[tokio::test]
+    async fn a_wish_waits_for_word_of_its_container_where_a_scheduler_places_them() {
+        let (context, expect) = context();
+        // Nobody ever placed one here: pods do not wait.
+        assert!(pin!(context.placed_soon(Resource::Core, 20)).now_or_never().unwrap().is_none());
+
+        let first = placed("a", 10, 1);
+        expect.send_replace(Arc::new(vec![first.clone()]));
+        let mut wish = pin!(context.placed_soon(Resource::Core, 20));
+        assert!(poll!(&mut wish).is_pending());
+        // Word of another one is not enough.
+        expect.send_replace(Arc::new(vec![first.clone(), placed("b", 30, 2)]));
+        assert!(poll!(&mut wish).is_pending());
+        let ours = placed("c", 20, 3);
+        expect.send_replace(Arc::new(vec![first, ours.clone()]));
+        assert_eq!(wish.await, Some(ours.gpus.clone()));
+
+        // One that nobody placed goes on without, and its second resource does not wait again.
+        assert_eq!(context.placed_soon(Resource::Core, 40).await, None);
+        context.note(
+            Resource::Core,
+            &Grant::from_ids(&[vcuda_config::DeviceId { gpu: ours.gpus[0].clone(), index: 0 }]),
+        );
+        assert_eq!(context.placed_soon(Resource::Memory, 4).now_or_never(), Some(None));
     }
 }
