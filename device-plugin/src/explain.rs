@@ -140,28 +140,18 @@ impl fmt::Display for ShareExplained {
 
 #[cfg(test)]
 mod tests {
-    use ledger::{Driver, Gpu};
+    use ledger::Gpu;
 
     use super::*;
+    use crate::testing;
 
     fn gpu(n: u8) -> Gpu {
-        Gpu {
-            uuid: GpuUuid::from_bytes([n; 16]),
-            name: "NVIDIA A100".into(),
-            minor: n.into(),
-            total_bytes: 40 << 30,
-            memory_units: 160,
-            numa_node: None,
-            pci_bus_id: format!("00000000:{n:02x}:00.0"),
-            healthy: n != 3,
-            device_nodes: Vec::new(),
-        }
+        Gpu { name: "NVIDIA A100".into(), healthy: n != 3, ..testing::gpu(n, 160) }
     }
 
     #[test]
     fn every_gpu_says_what_it_has_or_lacks_in_the_words_of_a_refusal() {
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        let mut inventory = Inventory::new("boot".into(), driver, vec![], (1..=4).map(gpu).collect());
+        let mut inventory = testing::inventory("boot", (1..=4).map(gpu).collect());
         inventory.cordoned = vec![gpu(2).uuid];
         let mut free: Vec<_> = Shares::default().free(&inventory).unwrap();
         (free[3].core, free[3].memory_bytes, free[3].shares) = (30, 8 << 30, 2);
@@ -186,8 +176,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut file = NodeFile::default();
         file.paths.state = folder.path().into();
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        let inventory = Inventory::new("boot".into(), driver, vec![], vec![gpu(1), gpu(2)]);
+        let inventory = testing::inventory("boot", vec![gpu(1), gpu(2)]);
         inventory.store(&file.paths.inventory()).unwrap();
         let ledger = ledger::Ledger::open(&file.paths.shares()).unwrap();
         let bind = |pod: &str, core, prefer: &[GpuUuid]| {

@@ -27,6 +27,8 @@ pub mod plugin;
 pub mod prefer;
 pub mod set;
 pub mod status;
+#[cfg(test)]
+mod testing;
 pub mod top;
 pub mod topology;
 mod warned;

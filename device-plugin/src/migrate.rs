@@ -334,25 +334,15 @@ impl fmt::Display for Migration {
 
 #[cfg(test)]
 mod tests {
-    use ledger::{Driver, Gpu};
+    use ledger::Gpu;
     use serde_json::json;
 
     use super::*;
+    use crate::testing;
 
     fn inventory() -> Inventory {
-        let gpu = |n: u8| Gpu {
-            uuid: GpuUuid::from_bytes([n; 16]),
-            name: "NVIDIA A100".into(),
-            minor: n.into(),
-            total_bytes: 40 << 30,
-            memory_units: 159,
-            numa_node: None,
-            pci_bus_id: format!("00000000:{n:02x}:00.0"),
-            healthy: true,
-            device_nodes: Vec::new(),
-        };
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        Inventory::new("boot".into(), driver, Vec::new(), (0..2).map(gpu).collect())
+        let gpu = |n: u8| Gpu { total_bytes: 40 << 30, ..testing::gpu(n, 159) };
+        testing::inventory("boot", (0..2).map(gpu).collect())
     }
 
     /// As gpu-manager writes it: memory in bytes, device nodes by path.

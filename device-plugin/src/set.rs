@@ -250,30 +250,19 @@ impl fmt::Display for Report {
 mod tests {
     use std::{fs, num::NonZeroU32};
 
-    use ledger::{Claim, ContainerRef, Driver, Gpu, PodRef, Terms};
+    use ledger::{Claim, ContainerRef, PodRef, Terms};
     use region::{Limits, Usage};
     use vcuda_config::Request;
 
     use super::*;
+    use crate::testing;
 
     /// A node with one GPU of 80 GiB and a share of 20 core and 8 GiB on it.
     fn node() -> (tempfile::TempDir, NodeFile) {
         let folder = tempfile::tempdir().unwrap();
         let mut file = NodeFile::default();
         file.paths.state = folder.path().into();
-        let gpu = Gpu {
-            uuid: GpuUuid::from_bytes([1; 16]),
-            name: "NVIDIA H100".into(),
-            minor: 0,
-            total_bytes: 80 << 30,
-            memory_units: 320,
-            numa_node: None,
-            pci_bus_id: "00000000:01:00.0".into(),
-            healthy: true,
-            device_nodes: vec![],
-        };
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        let inventory = Inventory::new(ledger::boot_id().unwrap(), driver, vec![], vec![gpu]);
+        let inventory = testing::inventory(&ledger::boot_id().unwrap(), vec![testing::gpu(1, 320)]);
         inventory.store(&file.paths.inventory()).unwrap();
         bind(&file, "uid-1", "train", 20, 32);
         (folder, file)

@@ -415,10 +415,11 @@ pub(crate) fn gib(bytes: u64) -> String {
 mod tests {
     use std::fs;
 
-    use ledger::{ContainerRef, Driver, PodRef};
+    use ledger::{ContainerRef, PodRef};
     use region::GpuLimit;
 
     use super::*;
+    use crate::testing;
 
     fn uuid(n: u8) -> GpuUuid {
         GpuUuid::from_bytes([n; 16])
@@ -428,19 +429,8 @@ mod tests {
         let mut file = NodeFile::default();
         file.paths.state = folder.into();
         file.paths.run = folder.join("run");
-        let gpu = |n: u8| Gpu {
-            uuid: uuid(n),
-            name: "NVIDIA H100".into(),
-            minor: n.into(),
-            total_bytes: 80 << 30,
-            memory_units: 320,
-            numa_node: Some(0),
-            pci_bus_id: format!("00000000:{n:02x}:00.0"),
-            healthy: n == 1,
-            device_nodes: vec![],
-        };
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        let inventory = Inventory::new(ledger::boot_id().unwrap(), driver, vec![], vec![gpu(1), gpu(2)]);
+        let gpu = |n: u8| Gpu { numa_node: Some(0), healthy: n == 1, ..testing::gpu(n, 320) };
+        let inventory = testing::inventory(&ledger::boot_id().unwrap(), vec![gpu(1), gpu(2)]);
         inventory.store(&file.paths.inventory()).unwrap();
         file
     }

@@ -176,19 +176,10 @@ mod tests {
     use vcuda_config::GpuUuid;
 
     use super::*;
+    use crate::testing;
 
     fn gpu(n: u8) -> Gpu {
-        Gpu {
-            uuid: GpuUuid::from_bytes([n; 16]),
-            name: "H100".into(),
-            minor: n.into(),
-            total_bytes: 10 << 30,
-            memory_units: 40,
-            numa_node: None,
-            pci_bus_id: format!("00000000:{n:02x}:00.0"),
-            healthy: true,
-            device_nodes: vec![],
-        }
+        testing::gpu(n, 40)
     }
 
     /// A share of GPU `n`.

@@ -2,15 +2,13 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use ledger::{
-    Change, Claim, ContainerRef, Driver, Gpu, Inventory, Ledger, PodRef, ShareFolder, ShareRecord, Terms,
-};
+use ledger::{Change, Claim, ContainerRef, Inventory, Ledger, PodRef, ShareFolder, ShareRecord, Terms};
 use region::{Limits, Pace, Slots, Usage};
 use tempfile::TempDir;
 use vcuda_config::Request;
 
 use super::*;
-use crate::meter::Use;
+use crate::{meter::Use, testing};
 
 const TICK_NS: u64 = 100_000_000;
 
@@ -32,19 +30,7 @@ struct Container {
 impl Node {
     fn new(work_conserving: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let gpu = Gpu {
-            uuid: gpu(),
-            name: "NVIDIA H100".into(),
-            minor: 0,
-            total_bytes: 80 << 30,
-            memory_units: 320,
-            numa_node: None,
-            pci_bus_id: "00000000:01:00.0".into(),
-            healthy: true,
-            device_nodes: vec![],
-        };
-        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
-        let inventory = Inventory::new("boot".into(), driver, vec![], vec![gpu]);
+        let inventory = testing::inventory("boot", vec![testing::gpu(1, 320)]);
         let shares = folder.path().join("shares");
         let meter = Arc::new(Meter::default());
         Self {
