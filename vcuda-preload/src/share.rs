@@ -9,10 +9,13 @@ use std::{
     },
 };
 
-use region::{Limits, Process, Usage, place};
+use region::{Exported, Limits, Process, Usage, place};
 
 use crate::{
-    cuda::types::{CUDA_SUCCESS, Context, Device, Stream},
+    cuda::{
+        ipc,
+        types::{CUDA_SUCCESS, Context, Device, Stream},
+    },
     errno, log,
     real::driver,
     state::{CONTEXTS, State, state},
@@ -165,6 +168,15 @@ impl Share {
     pub fn give(&self, gpu: usize, bytes: u64) {
         // A forked child has no slot, and nothing to give back.
         if let Some(me) = self.me_if_claimed() {
+            self.usage.give(me, gpu, bytes);
+        }
+    }
+
+    /// Gives back bytes that others were let have, unless one of them still does: then it is given back when none does.
+    pub fn give_exported(&self, exported: Exported, gpu: usize, bytes: u64) {
+        if let Some(me) = self.me_if_claimed()
+            && self.usage.unexport(me, exported)
+        {
             self.usage.give(me, gpu, bytes);
         }
     }
@@ -359,9 +371,10 @@ impl Share {
         for map in [&self.state.blocks, &self.state.arrays] {
             map.drain(
                 |_, word| Block::unpack(word).part_of == PartOf::Context(place.context),
-                |_, word| self.give(Block::unpack(word).gpu, Block::unpack(word).bytes),
+                |address, word| ipc::give(self, address, Block::unpack(word)),
             );
         }
+        ipc::forget_context(self, place.context);
         self.free_context_number(place.context);
     }
 }
@@ -408,6 +421,8 @@ pub(crate) struct Block {
     pub gpu: usize,
     /// What it is part of.
     pub part_of: PartOf,
+    /// Other processes may have it too.
+    pub exported: bool,
 }
 
 /// What a block is part of, and goes away with.
@@ -420,7 +435,7 @@ pub(crate) enum PartOf {
 }
 
 impl Block {
-    /// In one word: 36 bits of units, 4 of the GPU, 12 of the number, 1 for pools.
+    /// In one word: 36 bits of units, 4 of the GPU, 12 of the number, 1 for pools, 1 for what is exported.
     pub fn pack(self) -> u64 {
         let (number, pool) = match self.part_of {
             PartOf::Context(number) => (number, 0),
@@ -430,6 +445,7 @@ impl Block {
             | ((self.gpu as u64) << 36)
             | (u64::from(number) << 40)
             | (pool << 52)
+            | (u64::from(self.exported) << 53)
     }
 
     /// The opposite of [`Block::pack`].
@@ -439,6 +455,7 @@ impl Block {
             bytes: (word & ((1 << 36) - 1)) * region::ACCOUNT_UNIT_BYTES,
             gpu: usize::try_from(word >> 36 & 0xf).unwrap_or(0),
             part_of: if word >> 52 & 1 == 1 { PartOf::Pool(number) } else { PartOf::Context(number) },
+            exported: word >> 53 & 1 == 1,
         }
     }
 }
@@ -451,8 +468,10 @@ mod tests {
     fn blocks_and_places_fit_a_word() {
         for part_of in [PartOf::Context(0), PartOf::Context(4095), PartOf::Pool(0), PartOf::Pool(4095)] {
             for (bytes, gpu) in [(0, 0), (512, 15), (1024, 7), ((1 << 45) - 512, 15)] {
-                let block = Block { bytes, gpu, part_of };
-                assert_eq!(Block::unpack(block.pack()), block);
+                for exported in [false, true] {
+                    let block = Block { bytes, gpu, part_of, exported };
+                    assert_eq!(Block::unpack(block.pack()), block);
+                }
             }
         }
         for place in [

@@ -113,12 +113,12 @@ fn a_container_that_scribbles_over_its_usage_spoils_its_figures_and_nothing_else
         random
     };
     for round in 0..300 {
-        // Totals, the first slots, the header, the bits; whole pages or single words.
+        // Totals, the first slots, the header, anything; whole pages or single words.
         let at = match round % 4 {
             0 => 4096 + next() % 2048 / 8 * 8,
             1 => 8192 + next() % 4096 / 8 * 8,
             2 => next() % 4096 / 8 * 8,
-            _ => next() % (8192 + 1024 * 512 - 4096),
+            _ => next() % (8192 + 1024 * 512 + 1024 * 192 - 4096),
         };
         let words = if round % 3 == 0 { 512 } else { 1 };
         let garbage: Vec<u8> = (0..words).flat_map(|_| next().to_le_bytes()).collect();
@@ -293,6 +293,136 @@ fn physical_memory_counts_while_a_multicast_object_uses_it() {
     session.must(&format!("unmap {window} {}", 64 * MIB));
     exact(&model, &mut session, 0);
     assert_eq!(model.passed(), 0);
+}
+
+/// The driver frees memory with the last process that has it. So its maker pays until then, alive or dead.
+#[test]
+fn what_others_have_stays_accounted_until_they_let_go() {
+    let Some(model) = model() else { return };
+    let size = 512 * MIB;
+    let refused = format!("alloc {}", size + 1);
+    for door in ["descriptor", "fabric", "ipc"] {
+        for (dies, maps) in [(false, false), (false, true), (true, false), (true, true)] {
+            let (mut one, mut two, mut three) = (model.ready(), model.ready(), model.ready());
+            let make = if door == "ipc" { "alloc" } else { "create" };
+            let made = one.must(&format!("{make} {size}"));
+            let imported = match door {
+                "descriptor" => {
+                    two.must("listen 1");
+                    one.must(&format!("export {made}"));
+                    one.must("send 1");
+                    two.must("receive");
+                    let imported = two.must("import");
+                    two.must("close-descriptors");
+                    std::fs::remove_file(model.room.folder.path().join("state.1")).unwrap();
+                    imported
+                }
+                "fabric" => {
+                    let handle = one.must(&format!("export-fabric {made}"));
+                    two.must(&format!("import-fabric {handle}"))
+                }
+                _ => {
+                    let handle = one.must(&format!("ipc-get {}", made + 5));
+                    two.must(&format!("ipc-open {handle}"))
+                }
+            };
+            // Imported is not owned.
+            exact(&model, &mut three, size);
+            if dies {
+                one.kill();
+            } else {
+                one.must(&format!("{} {made}", if door == "ipc" { "free" } else { "release" }));
+            }
+            let what = format!("{door}, dies {dies}, maps {maps}");
+            assert_eq!(three.call(&refused).0, OUT_OF_MEMORY, "{what}");
+            exact(&model, &mut three, size);
+            if door == "ipc" {
+                two.must(&format!("ipc-close {imported}"));
+            } else if maps {
+                let address = two.must(&format!("map {imported} {size}"));
+                two.must(&format!("release {imported}"));
+                exact(&model, &mut three, size);
+                two.must(&format!("unmap {address} {size}"));
+            } else {
+                two.kill();
+            }
+            exact(&model, &mut three, 0);
+            three.must(&format!("alloc {CEILING}"));
+            assert_eq!(model.passed(), 0, "{what}");
+        }
+    }
+}
+
+/// Who imports what nobody answers for takes it.
+#[test]
+fn a_descriptor_whose_maker_is_gone_stands_for_memory_that_is_to_be_taken() {
+    let Some(model) = model() else { return };
+    let (size, mut two) = (512 * MIB, model.ready());
+    two.must("listen 1");
+    let mut one = model.ready();
+    let made = one.must(&format!("create {size}"));
+    one.must(&format!("export {made}"));
+    one.must("send 1");
+    one.kill();
+    two.must("receive");
+    let block = two.must(&format!("alloc {}", size + 2 * MIB));
+    assert_eq!(two.call("import").0, OUT_OF_MEMORY);
+    two.must(&format!("free {block}"));
+    let imported = two.must("import");
+    exact(&model, &mut two, size);
+    assert_eq!(two.call(&format!("alloc {}", size + 1)).0, OUT_OF_MEMORY);
+    // What is handed on keeps its mark.
+    let mut three = model.ready();
+    three.must("listen 2");
+    two.must("close-descriptors");
+    two.must(&format!("export {imported}"));
+    two.must("send 2");
+    three.must("receive");
+    let again = three.must("import");
+    three.must("close-descriptors");
+    two.must(&format!("release {imported}"));
+    exact(&model, &mut two, size);
+    three.must(&format!("release {again}"));
+    exact(&model, &mut two, 0);
+    // An import that fails takes nothing.
+    assert_ne!(three.call("import").0, 0);
+    assert_eq!(three.call("import-fabric 77").0, 1);
+    exact(&model, &mut two, 0);
+}
+
+#[test]
+fn what_is_imported_time_and_again_goes_with_the_last() {
+    let Some(model) = model() else { return };
+    let (mut one, mut two) = (model.ready(), model.ready());
+    let block = one.must(&format!("alloc {}", 64 * MIB));
+    let handle = one.must(&format!("ipc-get {block}"));
+    assert_eq!(one.must(&format!("ipc-get {block}")), handle);
+    let opened: Vec<_> = (0..3).map(|_| two.must(&format!("ipc-open {handle}"))).collect();
+    one.must(&format!("free {block}"));
+    for address in &opened {
+        exact(&model, &mut one, 64 * MIB);
+        two.must(&format!("ipc-close {address}"));
+    }
+    exact(&model, &mut one, 0);
+    assert_eq!(two.call(&format!("ipc-close {}", opened[0])).0, 1);
+    // The same of a context that is destroyed.
+    let context = one.must("context 0");
+    let block = one.must(&format!("alloc {}", 64 * MIB));
+    let handle = one.must(&format!("ipc-get {block}"));
+    let address = two.must(&format!("ipc-open {handle}"));
+    one.must(&format!("destroy {context}"));
+    one.must("primary 0");
+    exact(&model, &mut one, 64 * MIB);
+    two.must(&format!("ipc-close {address}"));
+    exact(&model, &mut one, 0);
+    // Its maker may import it as well.
+    let made = one.must(&format!("create {}", 2 * MIB));
+    let handle = one.must(&format!("export-fabric {made}"));
+    let again = one.must(&format!("import-fabric {handle}"));
+    one.must(&format!("release {made}"));
+    exact(&model, &mut one, 2 * MIB);
+    one.must(&format!("release {again}"));
+    exact(&model, &mut one, 0);
 }
 
 #[test]

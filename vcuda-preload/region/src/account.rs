@@ -149,14 +149,21 @@ impl Account<'_> {
         let _ = self.change(slot, |_, held| Some(-i64::try_from(given.min(held)).unwrap_or(0)));
     }
 
-    /// Gives back all that `slot` holds, if `dead` says that its process is gone. Tells how many units that were.
+    /// The same if `still` says so.
+    pub fn give_if(self, slot: usize, given: u64, still: impl Fn() -> bool) {
+        let _ = self.change(slot, |_, held| still().then(|| -i64::try_from(given.min(held)).unwrap_or(0)));
+    }
+
+    /// Gives back what `slot` holds beyond the units that `stays` tells, if it says that the process of `slot` is gone. Tells
+    /// how many units that were.
     ///
     /// A new process may claim the slot while this runs. Before it can hold anything of this GPU, the total has
-    /// changed: it takes over an empty slot, or empties it by this same function. So the swap below fails, and `dead`
+    /// changed: it takes over an empty slot, or empties it by this same function. So the swap below fails, and `stays`
     /// is asked again.
-    pub fn reap(self, slot: usize, dead: impl Fn() -> bool) -> u64 {
+    pub fn reap(self, slot: usize, stays: impl Fn() -> Option<u64>) -> u64 {
         let reaped = self.change(slot, |_, held| {
-            (held > 0 && dead()).then(|| -i64::try_from(held.min(MAX_UNITS)).unwrap_or(0))
+            let goes = held.saturating_sub(if held > 0 { stays()? } else { return None });
+            Some(-i64::try_from(goes.min(MAX_UNITS)).unwrap_or(0))
         });
         reaped.map_or(0, i64::unsigned_abs)
     }
@@ -292,8 +299,8 @@ mod tests {
                         *held -= units.min(*held);
                     }
                     Step::Reap { slot } => {
-                        prop_assert_eq!(account.reap(slot, || false), 0);
-                        prop_assert_eq!(account.reap(slot, || true), model.insert(slot, 0).unwrap());
+                        prop_assert_eq!(account.reap(slot, || None), 0);
+                        prop_assert_eq!(account.reap(slot, || Some(0)), model.insert(slot, 0).unwrap());
                     }
                 }
                 prop_assert_eq!(account.total(), model.values().sum::<u64>());
@@ -317,7 +324,7 @@ mod tests {
             }
             account.give(7, taken);
             account.charge(slot, taken);
-            account.reap(slot, || true);
+            account.reap(slot, || Some(0));
             account.held(7);
         }
     }

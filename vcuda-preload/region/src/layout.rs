@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use crate::{MAX_GPUS, MAX_PROCESSES, VERSION, pair::AtomicPair};
+use crate::{MAX_EXPORTS, MAX_GPUS, MAX_PROCESSES, VERSION, pair::AtomicPair};
 
 pub(crate) const LIMITS_MAGIC: u64 = u64::from_le_bytes(*b"vcudalim");
 pub(crate) const USAGE_MAGIC: u64 = u64::from_le_bytes(*b"vcudause");
@@ -54,16 +54,33 @@ pub(crate) struct LimitEntry {
     _reserved: [AtomicU64; 3],
 }
 
-/// `usage`: header page, totals page, then one slot a process.
+/// `usage`: header page, totals page, then one slot a process, then what processes let each other have.
 #[repr(C, align(4096))]
 pub(crate) struct UsageFile {
     pub header: Header,
     /// Bit per slot: set once a process has ever claimed the slot, never cleared. The others are all zero.
     pub claimed: [AtomicU64; MAX_PROCESSES / 64],
-    _reserved: [AtomicU64; 494],
+    /// Of `exports`, the first so many have ever been used.
+    pub exports_used: AtomicU64,
+    /// Exports since the file was made. Only grows.
+    pub exports_made: AtomicU64,
+    _reserved: [AtomicU64; 492],
     pub gpus: [GpuTotal; MAX_GPUS],
     _reserved_too: [AtomicU64; 256],
     pub slots: [Slot; MAX_PROCESSES],
+    pub exports: [Export; MAX_EXPORTS],
+}
+
+/// A piece of memory that more than one process may hold.
+#[repr(C, align(64))]
+pub(crate) struct Export {
+    /// See `exports::Word`.
+    pub word: AtomicU64,
+    /// What others know it by, of a descriptor and of a handle; 0 for none.
+    pub keys: [AtomicU64; 2],
+    _reserved: [AtomicU64; 5],
+    /// Bit per slot: set while its process holds what it imported.
+    pub importers: [AtomicU64; MAX_PROCESSES / 64],
 }
 
 /// Total of one GPU, on cache lines of its own.
@@ -141,9 +158,9 @@ mod tests {
 
     /// Files outlive the programs that wrote them: whoever moves a field must raise `VERSION`.
     #[test]
-    fn layout_1_stays_as_it_is() {
-        assert_eq!(VERSION, 1);
-        assert_eq!((LIMITS_SIZE, USAGE_SIZE), (4096, 8192 + 1024 * 512));
+    fn layout_2_stays_as_it_is() {
+        assert_eq!(VERSION, 2);
+        assert_eq!((LIMITS_SIZE, USAGE_SIZE), (4096, 8192 + 1024 * 512 + 1024 * 192));
         assert_eq!((offset_of!(LimitsFile, heartbeat_ns), offset_of!(LimitsFile, gpus)), (24, 128));
         assert_eq!(size_of::<LimitEntry>(), 128);
         assert_eq!(offset_of!(LimitEntry, memory_bytes), 16);
@@ -152,6 +169,8 @@ mod tests {
         assert_eq!((offset_of!(LimitEntry, lease_until_ns), offset_of!(LimitEntry, rate_permille)), (80, 88));
         assert_eq!(offset_of!(LimitEntry, charge_permille), 96);
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
+        assert_eq!((offset_of!(UsageFile, exports_used), offset_of!(UsageFile, exports_made)), (144, 152));
+        assert_eq!((offset_of!(UsageFile, exports), offset_of!(Export, importers)), (8192 + 1024 * 512, 64));
         assert_eq!((offset_of!(UsageFile, slots), size_of::<Slot>()), (8192, 512));
         assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
         assert_eq!((offset_of!(GpuTotal, next_ns), offset_of!(GpuTotal, frontier_ns)), (64, 72));

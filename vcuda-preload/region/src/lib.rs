@@ -10,6 +10,7 @@
 mod account;
 mod budget;
 mod correct;
+mod exports;
 #[cfg(not(feature = "fault-points"))]
 mod fault;
 #[cfg(feature = "fault-points")]
@@ -27,6 +28,7 @@ mod usage;
 pub use account::Refused;
 pub use budget::{Budget, Terms};
 pub use correct::Correction;
+pub use exports::{Exported, Key};
 pub use limits::{GpuLimit, Limits, LimitsWriter};
 pub use pace::{Lease, Pace};
 pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};
@@ -35,13 +37,16 @@ pub use usage::{Process, Usage};
 
 /// Version of both layouts. The shim refuses files of another version; the node writes files and mounts the shim
 /// of one version together, so they only differ where a file outlived an upgrade.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// GPUs that one share can span.
 pub const MAX_GPUS: usize = 16;
 
 /// Processes of one container that can use GPUs at a time.
 pub const MAX_PROCESSES: usize = 1024;
+
+/// Pieces of memory that processes of one container can let each other have at a time.
+pub const MAX_EXPORTS: usize = 1024;
 
 /// Memory is accounted in units of this many bytes: the alignment of CUDA's smallest allocation.
 pub const ACCOUNT_UNIT_BYTES: u64 = 512;

@@ -321,6 +321,7 @@ pub(crate) fn replace(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::VERSION;
 
     fn gpu(n: u8, memory_bytes: u64) -> GpuLimit {
         GpuLimit {
@@ -393,7 +394,7 @@ mod tests {
         bytes[8] += 1;
         fs::write(&path, bytes).unwrap();
         let error = Limits::open(&path).err().unwrap().to_string();
-        assert!(error.contains("version 2"), "{error}");
+        assert!(error.contains(&format!("version {}", VERSION + 1)), "{error}");
     }
 
     #[test]

@@ -10,9 +10,10 @@ use std::{
 };
 
 use crate::{
-    MAX_GPUS, MAX_PROCESSES,
+    MAX_EXPORTS, MAX_GPUS, MAX_PROCESSES,
     account::{Held, Total, bytes},
-    layout::{GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
+    exports::owner,
+    layout::{Export, GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
     mapping::invalid,
     pair::whole,
     usage::{is_kept, locked},
@@ -47,7 +48,7 @@ pub struct UsageSnapshot {
 /// One GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuUsage {
-    /// Bytes that living processes hold, and that the dead left to their children.
+    /// Bytes that living processes hold, and that the dead left to their children or to who imported them.
     pub used_bytes: u64,
     /// Allocations that the ceiling has refused since the file was made.
     pub refusals: u64,
@@ -120,7 +121,8 @@ impl UsageReader {
         }
 
         let begun = Instant::now();
-        for slot in 0..MAX_PROCESSES {
+        let mut alive = vec![false; MAX_PROCESSES];
+        for (slot, alive) in alive.iter_mut().enumerate() {
             let claimed = word(&head, std::mem::offset_of!(UsageFile, claimed) + slot / 64 * 8);
             if claimed >> (slot % 64) & 1 == 0 {
                 continue;
@@ -128,7 +130,11 @@ impl UsageReader {
             if begun.elapsed() > LOCKS_TIME_LIMIT {
                 return Err(invalid("holds so many locks that its processes cannot be told apart"));
             }
-            self.add_slot(slot, &totals, locks, &mut snapshot)?;
+            *alive = self.add_slot(slot, &totals, locks, &mut snapshot)?;
+        }
+        let used = word(&head, std::mem::offset_of!(UsageFile, exports_used)).min(MAX_EXPORTS as u64);
+        if locks && used > 0 {
+            self.add_exports(usize::try_from(used).unwrap_or(0), &alive, &mut snapshot)?;
         }
         Ok(snapshot)
     }
@@ -139,7 +145,7 @@ impl UsageReader {
         totals: &[Total; MAX_GPUS],
         locks: bool,
         snapshot: &mut UsageSnapshot,
-    ) -> io::Result<()> {
+    ) -> io::Result<bool> {
         let mut text = [0; size_of::<Slot>()];
         let at = std::mem::offset_of!(UsageFile, slots) + slot * size_of::<Slot>();
         self.file.read_exact_at(&mut text, at as u64)?;
@@ -159,12 +165,12 @@ impl UsageReader {
         }
 
         if !locks {
-            return Ok(());
+            return Ok(false);
         }
         let fd = self.file.as_raw_fd();
         let alive = locked(fd, slot)?;
         if alive.is_none() && !is_kept(fd, slot) {
-            return Ok(());
+            return Ok(false);
         }
         let held = |gpu: usize, total: Total| {
             let at = std::mem::offset_of!(Slot, held) + gpu * 16;
@@ -174,13 +180,34 @@ impl UsageReader {
         for (figures, held) in snapshot.gpus.iter_mut().zip(&bytes) {
             figures.used_bytes = figures.used_bytes.saturating_add(*held);
         }
-        let Some(pid) = alive else { return Ok(()) };
+        let Some(pid) = alive else { return Ok(true) };
         let open = |gpu: usize| word(&text, std::mem::offset_of!(Slot, open_since_ns) + gpu * 8);
         snapshot.processes.push(ProcessUsage {
             pid,
             bytes,
             open_since_ns: (0..MAX_GPUS).map(open).collect(),
         });
+        Ok(true)
+    }
+
+    /// Adds what the dead exported and the living hold; takes off what the living are done with and nobody holds any more,
+    /// which the next one who looks will give back. `used` is at most `MAX_EXPORTS`.
+    fn add_exports(&self, used: usize, alive: &[bool], snapshot: &mut UsageSnapshot) -> io::Result<()> {
+        let mut text = vec![0; used * size_of::<Export>()];
+        self.file.read_exact_at(&mut text, std::mem::offset_of!(UsageFile, exports) as u64)?;
+        for entry in text.chunks_exact(size_of::<Export>()) {
+            let Some((slot, gpu, held, left)) = owner(word(entry, std::mem::offset_of!(Export, word))) else {
+                continue;
+            };
+            let bits = |slot: usize| word(entry, std::mem::offset_of!(Export, importers) + slot / 64 * 8);
+            let is_imported = |slot: &usize| alive[*slot] && bits(*slot) >> (slot % 64) & 1 == 1;
+            let (held, figures) = (bytes(held), &mut snapshot.gpus[gpu]);
+            match (alive[slot], (0..MAX_PROCESSES).any(|slot| is_imported(&slot))) {
+                (false, true) => figures.used_bytes = figures.used_bytes.saturating_add(held),
+                (true, false) if left => figures.used_bytes = figures.used_bytes.saturating_sub(held),
+                _ => {}
+            }
+        }
         Ok(())
     }
 }

@@ -43,6 +43,8 @@ pub struct Usage {
     device: CString,
     /// A descriptor of it, or -1.
     device_fd: AtomicI32,
+    /// 15 bits that tell this container's file from others'.
+    tag: u64,
 }
 
 /// Every process that uses a GPU has it open. Programs whose children close the driver's descriptors know them by this name.
@@ -102,7 +104,8 @@ impl Usage {
             let Header { magic, version, size } = &file.header;
             let (magic, version, size) = (magic.load(Acquire), version.load(Relaxed), size.load(Relaxed));
             Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
-            Ok(Self { file, fd, path: path.clone(), device, device_fd: AtomicI32::new(-1) })
+            let tag = tag(fd)?;
+            Ok(Self { file, fd, path: path.clone(), device, device_fd: AtomicI32::new(-1), tag })
         });
         if usage.is_err() {
             // SAFETY: the descriptor is ours and nobody else knows it.
@@ -131,12 +134,16 @@ impl Usage {
             // The lock is ours, but memory of a process that is still being torn down stays where it is, or that a child keeps.
             if (0..MAX_GPUS).any(|gpu| self.account(gpu).held(slot) > 0) {
                 if !self.identity(slot).is_exiting() && !self.is_kept(slot) {
-                    (0..MAX_GPUS).for_each(|gpu| _ = self.account(gpu).reap(slot, || true));
-                } else {
+                    for gpu in 0..MAX_GPUS {
+                        self.account(gpu).reap(slot, || Some(self.kept_exports(None, slot, gpu)));
+                    }
+                }
+                if (0..MAX_GPUS).any(|gpu| self.account(gpu).held(slot) > 0) {
                     self.lock(slot, libc::F_UNLCK)?;
                     continue;
                 }
             }
+            self.forget_exports(slot);
             let Slot { pid, start, pid_namespace, program, .. } = &self.file.slots[slot];
             pid.store(u64::from(me.pid), Relaxed);
             start.store(me.start, Relaxed);
@@ -196,6 +203,7 @@ impl Usage {
         }
         let account = self.account(gpu);
         if let Some(me) = me {
+            self.settle_exports(me);
             let total = account.total();
             if total == 0 || account.held(me.slot) == total {
                 return bytes(total);
@@ -237,21 +245,27 @@ impl Usage {
         &self.file.slots[me.slot].launches_of_one
     }
 
+    pub(crate) fn tag(&self) -> u64 {
+        self.tag
+    }
+
     pub(crate) fn file(&self) -> &UsageFile {
         &self.file
     }
 
-    fn account(&self, gpu: usize) -> Account<'_> {
+    pub(crate) fn account(&self, gpu: usize) -> Account<'_> {
         Account { file: &self.file, gpu }
     }
 
     fn reap(&self, me: Process, gpu: usize) {
+        self.settle_exports(me);
         self.reap_all_but(Some(me), gpu);
     }
 
     fn reap_all_but(&self, me: Option<Process>, gpu: usize) {
         for slot in self.claimed() {
-            self.account(gpu).reap(slot, || self.dead(me, slot));
+            let stays = || self.dead(me, slot).then(|| self.kept_exports(me, slot, gpu));
+            self.account(gpu).reap(slot, stays);
         }
     }
 
@@ -282,7 +296,7 @@ impl Usage {
     }
 
     /// Whether the driver has the memory of the process of `slot` back.
-    fn dead(&self, me: Option<Process>, slot: usize) -> bool {
+    pub(crate) fn dead(&self, me: Option<Process>, slot: usize) -> bool {
         self.is_over(me, slot) && !self.is_kept(slot)
     }
 
@@ -329,6 +343,17 @@ impl Drop for Usage {
         // SAFETY: the descriptor is ours.
         unsafe { libc::close(self.fd) };
     }
+}
+
+/// From device and inode, which are the same wherever the file is mounted.
+fn tag(fd: RawFd) -> io::Result<u64> {
+    // SAFETY: plain old data, for which zero is a value.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `stat` outlives the call.
+    if unsafe { libc::fstat(fd, &raw mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok((stat.st_ino ^ stat.st_dev.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 49)
 }
 
 /// The process that has `slot` of the file behind `fd` locked, as this PID namespace numbers it (0: not visible

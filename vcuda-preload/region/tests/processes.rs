@@ -12,7 +12,7 @@ use std::{
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
 };
 
-use region::{Process, Slots, Terms, Usage, UsageReader, fault};
+use region::{Key, Process, Slots, Terms, Usage, UsageReader, fault};
 use tempfile::TempDir;
 
 const GPU: usize = 2;
@@ -24,7 +24,7 @@ const HALF: Terms = Terms { slots: Slots::ALL, rate_permille: 500, charge_permil
 const TASK: &str = "REGION_TEST_TASK";
 const FILE: &str = "REGION_TEST_FILE";
 /// No task passes more fault points than this many before it is done.
-const POINTS: i64 = 40;
+const POINTS: i64 = 60;
 
 // ---- workers ------------------------------------------------------------------------------------------------------
 
@@ -41,6 +41,7 @@ fn worker() {
         "die-at" => churn_until(&usage, number, libc::SIGKILL),
         "stop-at" => churn_until(&usage, number, libc::SIGSTOP),
         "pace-until" => pace_until(&usage, number),
+        "share-until" => share_until(&usage, number),
         "churn" => churn_at_random(&usage, u64::try_from(number).unwrap()),
         "exec" => {
             hold_first(&usage, u64::try_from(number).unwrap());
@@ -139,6 +140,28 @@ fn pace_until(usage: &Usage, point: i64) {
         budget.pay(&HALF, counted, &mut taken);
         budget.give(taken);
         usage.set_open(me, GPU, 0);
+    }
+    say("done");
+}
+
+/// Exports, imports and lets go in every order; the end comes at fault point `point`.
+fn share_until(usage: &Usage, point: i64) {
+    let me = usage.claim().unwrap();
+    fault::after(point, libc::SIGKILL);
+    for round in 0..3 {
+        usage.take(me, GPU, 4096, CEILING).unwrap();
+        let exported = usage.export(me, GPU, 4096).unwrap();
+        usage.set_key(exported, Key::Handle(round));
+        assert_eq!(usage.import(me, Key::Handle(round)), Some(exported));
+        if round == 0 {
+            usage.unimport(me, exported);
+            assert!(usage.unexport(me, exported));
+            usage.give(me, GPU, 4096);
+        } else {
+            assert!(!usage.unexport(me, exported));
+            usage.unimport(me, exported);
+        }
+        assert_eq!(usage.held(me, GPU), 0);
     }
     say("done");
 }
@@ -284,6 +307,21 @@ fn a_kill_at_any_step_loses_nothing() {
         share.usage.take(me, GPU, CEILING - 5 * 512, CEILING).unwrap();
         assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
     }
+}
+
+#[test]
+fn a_kill_at_any_step_of_sharing_leaves_nothing() {
+    let mut completed = false;
+    for point in 0..POINTS {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        let mut worker = share.start("share-until", point);
+        completed |= worker.child.wait().unwrap().success();
+        share.usage.take(me, GPU, CEILING, CEILING).unwrap();
+        assert_eq!(share.usage.used(Some(me), GPU), CEILING, "killed at point {point}");
+        assert_eq!(share.usage.import(me, Key::Handle(0)), None);
+    }
+    assert!(completed, "all points were passed");
 }
 
 /// What was measured and not paid, or paid and not measured, is never more than one batch; and what the dead had begun is

@@ -7,7 +7,7 @@ use crate::{
     cuda::{
         pool,
         types::{Array, CUDA_SUCCESS, Device, DevicePtr, Handle, Result, Stream},
-        vmm::{Number, Physical, follow},
+        vmm::{Number, Physical, WithOthers, follow},
     },
     real::driver,
     share::{CU_STREAM_PER_THREAD, Share, share},
@@ -197,7 +197,12 @@ pub(crate) unsafe extern "C" fn cuMulticastCreate(object: *mut Handle, propertie
     {
         // Handles and mappings of it come and go as those of memory do; it has none itself.
         // SAFETY: written on success.
-        share.state().physical.lock().get_or_insert_default().insert(unsafe { *object }, 0, 0);
+        share.state().physical.lock().get_or_insert_default().insert(
+            unsafe { *object },
+            0,
+            0,
+            WithOthers::No,
+        );
     }
     result
 }
@@ -206,7 +211,7 @@ pub(crate) unsafe extern "C" fn cuMulticastCreate(object: *mut Handle, propertie
 fn bound(physical: &mut Physical, object: Handle, from: u64, of: Option<Number>, bytes: u64) {
     let Some((of, gpu)) = of.and_then(|of| Some((of, physical.gpu_of(of)?))) else { return };
     // One that was imported is first seen here.
-    let object = physical.number_of(object).unwrap_or_else(|| physical.insert(object, 0, 0));
+    let object = physical.number_of(object).unwrap_or_else(|| physical.insert(object, 0, 0, WithOthers::No));
     physical.uses.bindings.push(Binding { object, gpu, from, to: from.saturating_add(bytes), of });
 }
 

@@ -8,6 +8,7 @@ mod array;
 pub(crate) mod binding;
 mod context;
 pub(crate) mod graph;
+pub(crate) mod ipc;
 mod launch;
 mod memory;
 pub(crate) mod pool;
@@ -20,6 +21,7 @@ pub(crate) use array::*;
 pub(crate) use binding::*;
 pub(crate) use context::*;
 pub(crate) use graph::*;
+pub(crate) use ipc::*;
 pub(crate) use launch::*;
 pub(crate) use memory::*;
 pub(crate) use pool::*;
@@ -98,7 +100,7 @@ fn allocate(
         share.give(gpu, bytes - made);
     }
     // If there is no memory to remember it, the block is given back when the process ends.
-    let block = Block { bytes: made, gpu, part_of: PartOf::Context(context) };
+    let block = Block { bytes: made, gpu, part_of: PartOf::Context(context), exported: false };
     let _ = map(share).insert(key, block.pack());
     CUDA_SUCCESS
 }
@@ -113,7 +115,7 @@ fn free(map: impl Fn(&'static Share) -> &'static Map, key: u64, call: impl FnOnc
         if result == CUDA_SUCCESS {
             let block = Block::unpack(word);
             match block.part_of {
-                PartOf::Context(_) => share.give(block.gpu, block.bytes),
+                PartOf::Context(_) => ipc::give(share, key, block),
                 PartOf::Pool(number) => pool::returned(share, number, block.bytes),
             }
         } else {

@@ -350,7 +350,7 @@ unsafe fn allocate(
         share.state().slack.store(1, Relaxed);
     }
     let part_of = PartOf::Pool(u16::try_from(number).unwrap_or(0));
-    let block = Block { bytes, gpu: gpu_of_pool, part_of };
+    let block = Block { bytes, gpu: gpu_of_pool, part_of, exported: false };
     let _ = share.state().blocks.insert(made, block.pack());
     CUDA_SUCCESS
 }

@@ -1,11 +1,14 @@
 //! Physical memory: made, mapped, shared, released. It is in use as long as a handle to it is, or an address it is
-//! mapped at; the account follows both. A handle that was imported stands for memory that its maker answers for.
+//! mapped at; the account follows both. What others hold too is on its maker's account until they let go (`ipc.rs`).
 
 use std::collections::BTreeMap;
+
+use region::Exported;
 
 use crate::{
     cuda::{
         binding::Uses,
+        ipc::Others,
         take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle,
@@ -28,6 +31,8 @@ pub(crate) struct Physical {
     mappings: BTreeMap<DevicePtr, (u64, Number)>,
     /// What is used without an address.
     pub uses: Uses,
+    /// What this process lets others have, and has of them.
+    pub others: Others,
 }
 
 /// Number of a piece of memory: a handle may come back for another one while the first is still mapped.
@@ -35,18 +40,36 @@ pub(crate) type Number = u64;
 
 struct Memory {
     gpu: usize,
+    /// Bytes on the account of this process.
     bytes: u64,
     handles: usize,
     /// At addresses and elsewhere.
     mappings: usize,
+    with_others: WithOthers,
+}
+
+/// How memory is shared with other processes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WithOthers {
+    No,
+    /// By its maker, this process.
+    Exported(Exported),
+    /// By another process; so many bytes, which are on that one's account.
+    Imported(Exported, u64),
 }
 
 impl Physical {
-    pub fn insert(&mut self, handle: Handle, gpu: usize, bytes: u64) -> Number {
+    pub fn insert(&mut self, handle: Handle, gpu: usize, bytes: u64, with_others: WithOthers) -> Number {
         self.last += 1;
-        self.memory.insert(self.last, Memory { gpu, bytes, handles: 1, mappings: 0 });
+        self.memory.insert(self.last, Memory { gpu, bytes, handles: 1, mappings: 0, with_others });
         self.handles.insert(handle, (self.last, 1));
         self.last
+    }
+
+    /// The GPU and bytes of what a handle stands for, and how it is shared, to be changed.
+    pub fn sharing(&mut self, handle: Handle) -> Option<(usize, u64, &mut WithOthers)> {
+        let memory = self.memory.get_mut(&self.number_of(handle)?)?;
+        Some((memory.gpu, memory.bytes, &mut memory.with_others))
     }
 
     /// What a handle stands for, if we saw it made.
@@ -125,7 +148,11 @@ impl Physical {
         let Some(memory) = self.memory.get_mut(&number) else { return };
         of(memory);
         if memory.handles == 0 && memory.mappings == 0 {
-            share.give(memory.gpu, memory.bytes);
+            match memory.with_others {
+                WithOthers::No => share.give(memory.gpu, memory.bytes),
+                WithOthers::Exported(exported) => share.give_exported(exported, memory.gpu, memory.bytes),
+                WithOthers::Imported(exported, _) => self.others.let_go(share, exported),
+            }
             self.memory.remove(&number);
             // A multicast object takes its bindings along.
             for bound in self.uses.take_bound(number, None) {
@@ -183,7 +210,7 @@ pub(crate) unsafe extern "C" fn cuMemCreate(
     }
     let mut physical = share.state().physical.lock();
     // SAFETY: written on success.
-    physical.get_or_insert_default().insert(unsafe { *handle }, gpu, bytes);
+    physical.get_or_insert_default().insert(unsafe { *handle }, gpu, bytes, WithOthers::No);
     result
 }
 

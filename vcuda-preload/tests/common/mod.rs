@@ -222,6 +222,9 @@ const CLIENT_BYTES: usize = 8 * (1 + GPUS);
 const CLIENTS_USED_AT: usize = 8 * (3 * GPUS + 1);
 const CLIENTS_AT: usize = CLIENTS_USED_AT + 8;
 const BUSY_AT: usize = CLIENTS_AT + CLIENTS * CLIENT_BYTES + 8 * GPUS;
+const SHARED_AT: usize = BUSY_AT + 8 * GPUS;
+const SHARED: usize = 64;
+const SHARED_BYTES: usize = 24 + CLIENTS;
 
 /// UUID of a GPU of the driver in small.
 pub fn model_uuid(gpu: u8) -> [u8; 16] {
@@ -273,7 +276,7 @@ impl Model {
         let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
         let path = room.folder.path().join("state");
         let state = File::options().read(true).write(true).create_new(true).open(path).unwrap();
-        state.set_len((BUSY_AT + 8 * GPUS) as u64).unwrap();
+        state.set_len((SHARED_AT + SHARED * SHARED_BYTES) as u64).unwrap();
         let model = Self { room, session, state };
         for (gpu, number) in (0..GPUS).zip(0..) {
             model.write(8 * gpu, total);
@@ -310,10 +313,17 @@ impl Model {
             assert_eq!(unsafe { libc::fcntl(self.state.as_raw_fd(), libc::F_GETLK, &raw mut lock) }, 0);
             lock.l_type != kind(libc::F_UNLCK)
         };
-        (0..CLIENTS)
+        let own: u64 = (0..CLIENTS)
             .filter(|n| matches!(self.read(client(*n)), pid @ 1.. if pid == 1 || is_open(*n)))
             .map(|n| self.read(client(n) + 8 * (1 + gpu)))
-            .sum()
+            .sum();
+        let shared = (0..SHARED).map(|n| SHARED_AT + n * SHARED_BYTES).filter(|at| {
+            let mut holders = [0; CLIENTS];
+            self.state.read_exact_at(&mut holders, *at as u64 + 24).unwrap();
+            let is_held = holders.iter().enumerate().any(|(n, holds)| *holds == 1 && is_open(n));
+            self.read(at + 8) == gpu as u64 && (self.read(at + 16) != 0 || is_held)
+        });
+        own + shared.map(|at| self.read(at)).sum::<u64>()
     }
 
     /// Has a process that is none of the container's hold memory of a GPU.

@@ -18,6 +18,7 @@
 
 #define GPUS 4
 #define CLIENTS 512
+#define SHARED 64
 #define MIB (1ull << 20)
 #define POOL_STEP (32 * MIB)
 
@@ -34,6 +35,8 @@ struct state {
     struct { _Atomic int64_t pid; _Atomic uint64_t used[GPUS]; } clients[CLIENTS];
     _Atomic uint64_t free_at[GPUS];   /* CLOCK_MONOTONIC at which all that was launched is done, in nanoseconds */
     _Atomic uint64_t busy[GPUS];      /* nanoseconds that kernels took, or will have taken */
+    /* Memory that several processes may hold: which do, by client, and whether a descriptor stands for it. */
+    struct { _Atomic uint64_t bytes, gpu, described; char holders[CLIENTS]; } shared[SHARED];
 };
 
 static struct state *state;
@@ -55,13 +58,43 @@ static uint64_t held(int gpu) {
     for (int n = 0; n < used; n++)
         if (state->clients[n].pid)
             sum += state->clients[n].used[gpu];
+    for (int n = 0; n < SHARED; n++)
+        if (state->shared[n].bytes && state->shared[n].gpu == (uint64_t)gpu)
+            sum += state->shared[n].bytes;
     return sum;
+}
+/* Frees shared memory that nobody holds. */
+static void sweep_shared(void) {
+    for (int n = 0; n < SHARED; n++)
+        if (state->shared[n].bytes && !state->shared[n].described && !memchr(state->shared[n].holders, 1, CLIENTS))
+            state->shared[n].bytes = 0;
+}
+static int holds[SHARED]; /* in how many ways this process does */
+static int share(int gpu, uint64_t bytes) {
+    for (int n = 0; n < SHARED; n++) {
+        uint64_t none = 0;
+        if (atomic_compare_exchange_strong(&state->shared[n].bytes, &none, bytes)) {
+            state->shared[n].gpu = gpu;
+            state->shared[n].described = 0;
+            holds[n] = state->shared[n].holders[self] = 1;
+            return n;
+        }
+    }
+    abort();
+}
+void modelDescriptorsClosed(void) {
+    for (int n = 0; n < SHARED; n++)
+        state->shared[n].described = 0;
+    sweep_shared();
 }
 
 /* Client number 1 of the test's is a neighbour without a lock. Called with the lock of entry `n`. */
 static void clear_client(int n) {
     for (int gpu = 0; gpu < GPUS; gpu++)
         state->clients[n].used[gpu] = 0;
+    for (int at = 0; at < SHARED; at++)
+        state->shared[at].holders[n] = 0;
+    sweep_shared();
     state->clients[n].pid = 0;
 }
 
@@ -217,7 +250,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 
 /* ---- blocks: address = base + number * 2 MiB, so that finding one costs the same among few and among many ---- */
 
-struct block { uint64_t bytes, taken; struct context *context; struct pool *pool; int gpu, next_free; };
+struct block { uint64_t bytes, taken; struct context *context; struct pool *pool; int gpu, next_free, shared; };
 #define BLOCKS (1 << 22)
 #define BASE 0x7e0000000000ull
 static struct block *blocks;
@@ -262,7 +295,7 @@ static int allocate(uint64_t *address, uint64_t bytes) {
         return OUT_OF_MEMORY;
     if ((result = take(gpu, taken)))
         return result;
-    return *address = add_block((struct block){bytes, taken, CURRENT, NULL, gpu, 0}), OK;
+    return *address = add_block((struct block){bytes, taken, CURRENT, NULL, gpu, 0, 0}), OK;
 }
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) { return allocate(address, bytes); }
@@ -277,6 +310,18 @@ int cuMemAllocPitch_v2(uint64_t *address, size_t *pitch, size_t width, size_t he
 }
 
 static void pool_free(struct pool *pool, uint64_t bytes);
+static void let_go(int shared) {
+    if (--holds[shared])
+        return;
+    state->shared[shared].holders[self] = 0;
+    sweep_shared();
+}
+static void give_block(struct block *block) {
+    if (block->shared)
+        let_go(block->shared - 1);
+    else
+        give(block->gpu, block->taken);
+}
 
 int cuMemFree_v2(uint64_t address) {
     if (!state)
@@ -290,7 +335,7 @@ int cuMemFree_v2(uint64_t address) {
         if (block->pool)
             pool_free(block->pool, block->taken);
         else
-            give(block->gpu, block->taken);
+            give_block(block);
         drop_block(block);
     }
     pthread_mutex_unlock(&lock);
@@ -300,7 +345,7 @@ int cuMemFree_v2(uint64_t address) {
 static void take_along(struct context *context) {
     for (int n = 1; n < fresh; n++)
         if (blocks[n].bytes && blocks[n].context == context && !blocks[n].pool) {
-            give(blocks[n].gpu, blocks[n].taken);
+            give_block(&blocks[n]);
             drop_block(&blocks[n]);
         }
 }
@@ -385,7 +430,7 @@ int cuMipmappedArrayGetMemoryRequirements(struct requirements *out, struct array
 
 /* ---- physical memory ---- */
 
-struct physical { uint64_t bytes; int gpu, handles, maps, multicast; };
+struct physical { uint64_t bytes; int gpu, handles, maps, multicast, shared; };
 struct properties { int kind, handle_types, location_kind, location; };
 #define MAPPINGS 65536
 static struct { uint64_t address, bytes; struct physical *of; } mappings[MAPPINGS];
@@ -394,7 +439,9 @@ static uint64_t next_address = 0x7d0000000000ull;
 static void unbind_all(struct physical *object);
 static void settle(struct physical *physical) {
     if (!physical->handles && !physical->maps) {
-        if (physical->gpu >= 0)
+        if (physical->shared)
+            let_go(physical->shared - 1);
+        else if (physical->gpu >= 0)
             give(physical->gpu, physical->bytes);
         physical->bytes = 0; /* The structure stays: a handle that is used again must not be a new one's. */
         if (physical->multicast)
@@ -419,7 +466,7 @@ int cuMemCreate(struct physical **handle, size_t bytes, const struct properties 
             return result;
     }
     *handle = malloc(sizeof **handle);
-    **handle = (struct physical){bytes, gpu, 1, 0, 0};
+    **handle = (struct physical){bytes, gpu, 1, 0, 0, 0};
     return OK;
 }
 int cuMemRelease(struct physical *handle) {
@@ -472,6 +519,79 @@ int cuMemRetainAllocationHandle(struct physical **handle, uint64_t address) {
     return result;
 }
 
+/* What others may have: by a descriptor, which tells by where it is in the file, or by a handle. */
+#define HANDLE 0xabcd0000ull
+static int shared_by(uint64_t handle) {
+    uint64_t n = handle - HANDLE;
+    return n >= SHARED || !state->shared[n].bytes ? -1 : (int)n;
+}
+int cuMemExportToShareableHandle(void *to, struct physical *of, int kind, uint64_t flags) {
+    if (flags || !of || !of->handles || of->gpu < 0)
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    if (!of->shared)
+        give(of->gpu, of->bytes), of->shared = 1 + share(of->gpu, of->bytes);
+    if (kind == 1) {
+        int fd = *(int *)to = open(getenv("MODEL_STATE"), O_RDWR | O_CLOEXEC);
+        state->shared[of->shared - 1].described = 1;
+        lseek(fd, HANDLE + of->shared - 1, SEEK_SET);
+    } else
+        *(uint64_t *)memset(to, 0, 64) = HANDLE + of->shared - 1;
+    pthread_mutex_unlock(&lock);
+    return OK;
+}
+int cuMemImportFromShareableHandle(struct physical **handle, void *from, int kind) {
+    int n = shared_by(kind == 1 ? (uint64_t)lseek((int)(intptr_t)from, 0, SEEK_CUR) : *(uint64_t *)from);
+    if (n < 0)
+        return INVALID_VALUE;
+    /* Another import of the same is another handle, and the memory goes with the last. */
+    static struct physical *known[SHARED];
+    pthread_mutex_lock(&lock);
+    if (!known[n] || !known[n]->bytes) {
+        known[n] = malloc(sizeof **handle);
+        *known[n] = (struct physical){state->shared[n].bytes, state->shared[n].gpu, 0, 0, 0, n + 1};
+        holds[n]++;
+    }
+    known[n]->handles++;
+    state->shared[n].holders[self] = 1;
+    pthread_mutex_unlock(&lock);
+    return *handle = known[n], OK;
+}
+int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t address) {
+    struct block *block = block_at(BASE + (address - BASE) / (2 * MIB) * (2 * MIB));
+    if (!block)
+        return INVALID_VALUE;
+    return *base = BASE + (block - blocks) * 2 * MIB, *bytes = block->bytes, OK;
+}
+struct ipc { uint64_t words[8]; };
+int cuIpcGetMemHandle(struct ipc *handle, uint64_t address) {
+    struct block *block = block_at(BASE + (address - BASE) / (2 * MIB) * (2 * MIB));
+    if (!block || block->pool)
+        return INVALID_VALUE;
+    if (!block->shared)
+        give(block->gpu, block->taken), block->shared = 1 + share(block->gpu, block->taken);
+    memset(handle, 0, sizeof *handle);
+    return handle->words[0] = HANDLE + block->shared - 1, OK;
+}
+static int opened[SHARED];
+#define OPENED 0x7f0000000000ull
+int cuIpcOpenMemHandle_v2(uint64_t *address, struct ipc handle, unsigned flags) {
+    int n = shared_by(handle.words[0]);
+    if (n < 0 || flags != 1)
+        return INVALID_VALUE;
+    holds[n] += !opened[n]++;
+    state->shared[n].holders[self] = 1;
+    return *address = OPENED + n * 2 * MIB, OK;
+}
+int cuIpcCloseMemHandle(uint64_t address) {
+    uint64_t n = (address - OPENED) / (2 * MIB);
+    if (n >= SHARED || !opened[n])
+        return INVALID_VALUE;
+    if (!--opened[n])
+        let_go(n);
+    return OK;
+}
+
 /* Bindings of multicast objects: by object, device and offset. */
 #define BINDINGS 256
 static struct { struct physical *object, *of; uint64_t at, bytes; int gpu; } bindings[BINDINGS];
@@ -479,7 +599,7 @@ static struct { struct physical *object, *of; uint64_t at, bytes; int gpu; } bin
 int cuMulticastCreate(struct physical **object, const void *properties) {
     (void)properties;
     *object = malloc(sizeof **object);
-    **object = (struct physical){0, -1, 1, 0, 1};
+    **object = (struct physical){0, -1, 1, 0, 1, 0};
     return OK;
 }
 int cuMulticastBindMem(struct physical *object, size_t at, struct physical *of, size_t offset, size_t bytes, uint64_t flags) {
@@ -665,7 +785,7 @@ int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, 
     }
     pthread_mutex_unlock(&lock);
     if (!result)
-        *address = add_block((struct block){bytes, taken, NULL, pool, pool->gpu, 0});
+        *address = add_block((struct block){bytes, taken, NULL, pool, pool->gpu, 0, 0});
     return result;
 }
 int cuMemAllocAsync(uint64_t *address, size_t bytes, struct stream *stream) {

@@ -14,9 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -235,6 +237,32 @@ static int untouched(u64 *out) {
     for (int n = 0; n < PARTS; n++)
         out[0] |= (u64)(before[n] != after[n]) << n;
     return result;
+}
+
+static int reach(u64 number, int from) {
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    snprintf(name.sun_path, sizeof name.sun_path, "%s.%lu", getenv("MODEL_STATE"), (unsigned long)number);
+    int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    int failed = from ? bind(fd, (void *)&name, sizeof name) : connect(fd, (void *)&name, sizeof name);
+    return failed ? -1 : fd;
+}
+static int send_descriptor(int to, int fd) {
+    union { struct cmsghdr head; char room[CMSG_SPACE(sizeof fd)]; } control = {0};
+    struct iovec part = {"x", 1};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    control.head.cmsg_level = SOL_SOCKET, control.head.cmsg_type = SCM_RIGHTS, control.head.cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(&control.head), &fd, sizeof fd);
+    return sendmsg(to, &message, 0) != 1;
+}
+static int receive_descriptor(int from) {
+    union { struct cmsghdr head; char room[CMSG_SPACE(sizeof(int))]; } control;
+    char byte;
+    int fd;
+    struct iovec part = {&byte, 1};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    if (recvmsg(from, &message, MSG_CMSG_CLOEXEC) != 1 || message.msg_controllen < sizeof control.head)
+        return -1;
+    return memcpy(&fd, CMSG_DATA(&control.head), sizeof fd), fd;
 }
 
 static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
@@ -523,6 +551,29 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         command("free-pool", pool, 0, 0, unused);
         return result;
     }
+    /* What others may have. A descriptor is sent to who listens under a number. */
+    static int descriptor = -1, listening = -1;
+    if (!strcmp(name, "export")) return CALL("cuMemExportToShareableHandle", &descriptor, a, 1UL, 0UL);
+    if (!strcmp(name, "listen")) return listening = reach(a, 1), listening < 0;
+    if (!strcmp(name, "send")) {
+        int to = reach(a, 0), failed = send_descriptor(to, descriptor);
+        return close(to), close(descriptor), failed;
+    }
+    if (!strcmp(name, "receive")) return descriptor = receive_descriptor(listening), descriptor < 0;
+    if (!strcmp(name, "import")) return CALL("cuMemImportFromShareableHandle", out, (u64)descriptor, 1UL);
+    if (!strcmp(name, "close-descriptors")) {
+        ((void (*)(void))of_model("modelDescriptorsClosed"))();
+        return close(descriptor);
+    }
+    u64 handle[8] = {a};
+    if (!strcmp(name, "export-fabric")) return out[1] = CALL("cuMemExportToShareableHandle", handle, a, 8UL, 0UL), out[0] = *handle, out[1];
+    if (!strcmp(name, "import-fabric")) return CALL("cuMemImportFromShareableHandle", out, handle, 8UL);
+    if (!strcmp(name, "ipc-get")) return out[1] = CALL("cuIpcGetMemHandle", handle, a), out[0] = *handle, out[1];
+    if (!strcmp(name, "ipc-open")) {
+        typedef struct { u64 words[8]; } ipc;
+        return ((int (*)(u64 *, ipc, unsigned))function("cuIpcOpenMemHandle_v2"))(out, (ipc){{a}}, 1);
+    }
+    if (!strcmp(name, "ipc-close")) return CALL("cuIpcCloseMemHandle", a);
     if (!strcmp(name, "leave-child")) {
         pid_t child = fork();
         while (!child)

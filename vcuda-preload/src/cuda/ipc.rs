@@ -1,0 +1,400 @@
+//! Memory that processes let each other have: physical memory by descriptors and fabric handles, blocks by IPC handles. The
+//! driver frees it when the last of them lets go of it, so the account keeps it until then (`region`, `exports.rs`).
+//!
+//! Handles are the same bytes on both sides. A descriptor is not, and tells nothing of what it stands for; so it is marked: with a
+//! lock of its open file, which goes with it wherever it is sent, disturbs nobody, and is read back from `/proc/self/fdinfo`
+//! (fcntl(2), F_OFD_SETLK). The lock begins at a number of the memory and is as long as that has pages. One whose maker ended
+//! before anybody imported it is on nobody's account meanwhile; who imports it then takes it like new memory.
+
+use std::{collections::BTreeMap, ffi::c_void, io::Write, os::fd::RawFd};
+
+use region::{Exported, Key};
+
+use crate::{
+    cuda::{
+        memory, take,
+        types::{
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle, Result,
+        },
+        vmm::{Physical, WithOthers, follow},
+    },
+    errno,
+    real::driver,
+    share::{Block, PartOf, Place, Share, share},
+};
+
+/// What this process lets others have, and has of them.
+#[derive(Default)]
+pub(crate) struct Others {
+    /// How often this process has imported a piece and not let go of it.
+    imported: BTreeMap<Exported, u32>,
+    /// Blocks that others may have opened.
+    blocks: BTreeMap<DevicePtr, Exported>,
+    /// Blocks of others that are open here, how often, and in which context.
+    opened: BTreeMap<DevicePtr, (Exported, u32, u16)>,
+}
+
+impl Others {
+    /// Notes an import before it happens. None if nobody has it on the account.
+    fn import(&mut self, share: &Share, key: Key) -> Option<Exported> {
+        let exported = share.usage().import(share.me_if_claimed()?, key)?;
+        *self.imported.entry(exported).or_default() += 1;
+        Some(exported)
+    }
+
+    /// One import less.
+    pub fn let_go(&mut self, share: &Share, exported: Exported) {
+        let Some(times) = self.imported.get_mut(&exported) else { return };
+        *times -= 1;
+        if *times == 0 {
+            self.imported.remove(&exported);
+            if let Some(me) = share.me_if_claimed() {
+                share.usage().unimport(me, exported);
+            }
+        }
+    }
+}
+
+// ---- marks of descriptors ------------------------------------------------------------------------------------------
+
+/// Bytes that a mark counts in: those of a page of physical memory.
+const PAGE: u64 = memory::PAGE;
+/// Bits of the number of pages, which are 32 TiB.
+const PAGE_BITS: u32 = 24;
+
+/// A descriptor's mark: the number of the memory, and its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Mark {
+    number: u64,
+    bytes: u64,
+}
+
+impl Mark {
+    fn put(self, fd: RawFd) {
+        let _kept = errno::Keep::new();
+        // SAFETY: plain old data, for which zero is a value.
+        let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+        // A reader's lock: it is in nobody's way but a writer's, and several descriptors may have the same.
+        lock.l_type = libc::F_RDLCK.try_into().unwrap_or(0);
+        lock.l_start = i64::try_from(self.number << PAGE_BITS).unwrap_or(0);
+        lock.l_len = i64::try_from(self.bytes.div_ceil(PAGE)).unwrap_or(1);
+        // SAFETY: `lock` outlives the call. Where it fails the descriptor has no mark.
+        unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const lock) };
+    }
+
+    fn of(fd: RawFd) -> Option<Self> {
+        let _kept = errno::Keep::new();
+        let mut path = [0; 32];
+        write!(&mut path[..31], "/proc/self/fdinfo/{fd}").ok()?;
+        // SAFETY: the path ends in NUL.
+        let info = unsafe { libc::open(path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC) };
+        let mut text = [0; 1024];
+        // SAFETY: the buffer has that many bytes; the descriptor is ours, or none.
+        let length = unsafe { libc::read(info, text.as_mut_ptr().cast(), text.len()) };
+        if info >= 0 {
+            // SAFETY: as above.
+            unsafe { libc::close(info) };
+        }
+        Self::parse(std::str::from_utf8(text.get(..usize::try_from(length).ok()?)?).ok()?)
+    }
+
+    /// `lock:\t1: OFDLCK ADVISORY  READ -1 00:06:3 <first> <last>`, whatever locks there are besides.
+    fn parse(info: &str) -> Option<Self> {
+        info.lines().find_map(|line| {
+            let mut words = line.strip_prefix("lock:")?.split_whitespace().skip(1);
+            if words.next()? != "OFDLCK" || words.nth(1)? != "READ" {
+                return None;
+            }
+            let (first, last): (u64, u64) = (words.nth(2)?.parse().ok()?, words.next()?.parse().ok()?);
+            let pages = last.checked_sub(first)?.checked_add(1)?;
+            (pages < 1 << PAGE_BITS && first.trailing_zeros() >= PAGE_BITS)
+                .then_some(Self { number: first >> PAGE_BITS, bytes: pages * PAGE })
+        })
+    }
+}
+
+/// What the driver's handle of 64 bytes is known by (FNV-1a).
+fn key_of(handle: &[u8; 64]) -> Key {
+    Key::Handle(
+        handle.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+        }),
+    )
+}
+
+// ---- physical memory -----------------------------------------------------------------------------------------------
+
+// CUmemAllocationHandleType.
+const POSIX_FILE_DESCRIPTOR: i32 = 1;
+const FABRIC: i32 = 8;
+
+/// Notes that others may have what `handle` stands for, by what the driver has just written at `to`.
+///
+/// # Safety
+/// `to` must hold what the driver writes for `kind`.
+unsafe fn exported(physical: &mut Physical, share: &Share, handle: Handle, kind: i32, to: *const c_void) {
+    let Some((gpu, held, with_others)) = physical.sharing(handle) else { return };
+    if *with_others == WithOthers::No {
+        let exported = share.me_if_claimed().and_then(|me| share.usage().export(me, gpu, held));
+        let Some(exported) = exported else { return };
+        *with_others = WithOthers::Exported(exported);
+    }
+    let (exported, bytes) = match *with_others {
+        WithOthers::Exported(exported) => (exported, held),
+        WithOthers::Imported(exported, bytes) => (exported, bytes),
+        WithOthers::No => return,
+    };
+    match kind {
+        POSIX_FILE_DESCRIPTOR => {
+            let number = share.usage().descriptor_of(exported).unwrap_or_else(|| {
+                let number = share.usage().new_mark(gpu);
+                share.usage().set_key(exported, Key::Descriptor(number));
+                number
+            });
+            // SAFETY: the caller's promise.
+            Mark { number, bytes }.put(unsafe { to.cast::<RawFd>().read() });
+        }
+        // SAFETY: the caller's promise.
+        FABRIC => share.usage().set_key(exported, key_of(&unsafe { to.cast::<[u8; 64]>().read() })),
+        _ => {}
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemExportToShareableHandle(
+    to: *mut c_void,
+    handle: Handle,
+    kind: i32,
+    flags: u64,
+) -> Result {
+    follow(
+        // SAFETY: the arguments are the application's, for the driver to judge.
+        || unsafe {
+            driver!(cuda::cuMemExportToShareableHandle(
+                to => *mut c_void, handle => Handle, kind => i32, flags => u64,
+            ))
+        },
+        // SAFETY: written on success.
+        |physical, share| unsafe { exported(physical, share, handle, kind, to) },
+    )
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
+    handle: *mut Handle,
+    from: *mut c_void,
+    kind: i32,
+) -> Result {
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    let (mut key, mut mark) = (None, None);
+    match kind {
+        POSIX_FILE_DESCRIPTOR => {
+            mark = RawFd::try_from(from.addr()).ok().and_then(Mark::of);
+            key = mark.map(|mark| Key::Descriptor(mark.number));
+        }
+        // SAFETY: null or the application's handle, which the driver reads as well.
+        FABRIC => key = unsafe { from.cast::<[u8; 64]>().as_ref() }.map(key_of),
+        _ => {}
+    }
+    let mut physical = share.state().physical.lock();
+    let imported = key.and_then(|key| physical.get_or_insert_default().others.import(share, key));
+    let mut taken = None;
+    if imported.is_none()
+        && let Some(mark) = mark
+        && let Some(gpu) = share.usage().gpu_of_mark(mark.number)
+    {
+        // The container's own, and on nobody's account.
+        drop(physical);
+        if !take(share, gpu, mark.bytes) {
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        taken = Some((gpu, mark.bytes));
+        physical = share.state().physical.lock();
+    }
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let result = unsafe {
+        driver!(cuda::cuMemImportFromShareableHandle(
+            handle => *mut Handle, from => *mut c_void, kind => i32,
+        ))
+    };
+    let known = physical.get_or_insert_default();
+    if result == CUDA_SUCCESS {
+        // SAFETY: written on success.
+        let handle = unsafe { *handle };
+        match (imported, taken) {
+            (Some(exported), _) => {
+                let bytes = mark.map_or(0, |mark| mark.bytes);
+                let gpu = share.usage().gpu_of_export(exported);
+                known.insert(handle, gpu, 0, WithOthers::Imported(exported, bytes));
+            }
+            (None, Some((gpu, bytes))) => _ = known.insert(handle, gpu, bytes, WithOthers::No),
+            // Of another container, or unmarked: on its maker's account.
+            (None, None) => {}
+        }
+    } else if let Some(exported) = imported {
+        known.others.let_go(share, exported);
+    } else if let Some((gpu, bytes)) = taken {
+        share.give(gpu, bytes);
+    }
+    result
+}
+
+// ---- blocks --------------------------------------------------------------------------------------------------------
+
+/// `CUipcMemHandle`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct IpcHandle([u8; 64]);
+
+/// Gives back a block that is freed, unless another process still has it.
+pub(crate) fn give(share: &Share, address: DevicePtr, block: Block) {
+    let exported = block.exported.then(|| {
+        let mut physical = share.state().physical.lock();
+        physical.as_mut().and_then(|physical| physical.others.blocks.remove(&address))
+    });
+    match exported.flatten() {
+        Some(exported) => share.give_exported(exported, block.gpu, block.bytes),
+        None => share.give(block.gpu, block.bytes),
+    }
+}
+
+/// A context is gone, and with it what was opened in it.
+pub(crate) fn forget_context(share: &Share, context: u16) {
+    if let Some(physical) = &mut *share.state().physical.lock() {
+        let others = &mut physical.others;
+        let gone: Vec<_> = others.opened.extract_if(.., |_, (_, _, of)| *of == context).collect();
+        gone.into_iter().for_each(|(_, (exported, ..))| others.let_go(share, exported));
+    }
+}
+
+/// Notes that others may open the block in which `address` is, by `handle`.
+fn exported_block(share: &'static Share, address: DevicePtr, handle: &IpcHandle) -> Option<()> {
+    let (mut base, mut bytes) = (0, 0_usize);
+    // SAFETY: both outlive the call.
+    let result = unsafe {
+        driver!(cuda::cuMemGetAddressRange_v2(
+            &raw mut base => *mut DevicePtr, &raw mut bytes => *mut usize, address => DevicePtr,
+        ))
+    };
+    let blocks = memory::blocks(share);
+    let block = Block::unpack(blocks.get(base).filter(|_| result == CUDA_SUCCESS)?);
+    let PartOf::Context(_) = block.part_of else { return None };
+    let mut physical = share.state().physical.lock();
+    let others = &mut physical.get_or_insert_default().others;
+    let exported = match others.blocks.get(&base) {
+        Some(exported) => *exported,
+        None => {
+            let exported = share.usage().export(share.me_if_claimed()?, block.gpu, block.bytes)?;
+            others.blocks.insert(base, exported);
+            let _ = blocks.insert(base, Block { exported: true, ..block }.pack());
+            exported
+        }
+    };
+    share.usage().set_key(exported, key_of(&handle.0));
+    Some(())
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: DevicePtr) -> Result {
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let result = unsafe { driver!(cuda::cuIpcGetMemHandle(handle => *mut IpcHandle, address => DevicePtr)) };
+    if result == CUDA_SUCCESS
+        && let Some(share) = share()
+    {
+        // SAFETY: written on success.
+        let _ = exported_block(share, address, unsafe { &*handle });
+    }
+    result
+}
+
+fn open(address: *const DevicePtr, handle: &IpcHandle, call: impl FnOnce() -> Result) -> Result {
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    let context = share.here().map_or(0, |Place { context, .. }| context);
+    let mut physical = share.state().physical.lock();
+    let imported = physical.get_or_insert_default().others.import(share, key_of(&handle.0));
+    let result = call();
+    if let Some(exported) = imported {
+        let others = &mut physical.get_or_insert_default().others;
+        if result == CUDA_SUCCESS {
+            // SAFETY: written on success.
+            let opened = others.opened.entry(unsafe { *address }).or_insert((exported, 0, context));
+            opened.1 += 1;
+            if opened.1 > 1 {
+                // Opened once more, it is the same, and goes when it is closed as often.
+                others.let_go(share, exported);
+            }
+        } else {
+            others.let_go(share, exported);
+        }
+    }
+    result
+}
+
+macro_rules! opens {
+    ($($symbol:ident),*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(address: *mut DevicePtr, handle: IpcHandle, flags: u32) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            open(address, &handle, || unsafe {
+                driver!(cuda::$symbol(address => *mut DevicePtr, handle => IpcHandle, flags => u32))
+            })
+        }
+    )* };
+}
+opens!(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2);
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcCloseMemHandle(address: DevicePtr) -> Result {
+    follow(
+        // SAFETY: the argument is the application's, for the driver to judge.
+        || unsafe { driver!(cuda::cuIpcCloseMemHandle(address => DevicePtr)) },
+        |physical, share| {
+            let others = &mut physical.others;
+            if let Some(opened) = others.opened.get_mut(&address) {
+                opened.1 -= 1;
+                if opened.1 == 0
+                    && let Some((exported, ..)) = others.opened.remove(&address)
+                {
+                    others.let_go(share, exported);
+                }
+            }
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::AsRawFd};
+
+    use super::*;
+
+    #[test]
+    fn a_mark_goes_with_the_descriptor_and_its_copies() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::options().read(true).write(true).open(file.path()).unwrap();
+        let (one, other) = (open(), open());
+        assert_eq!(Mark::of(one.as_raw_fd()), None);
+        let mark = Mark { number: (1 << 39) - 1, bytes: ((1 << 24) - 1) * PAGE };
+        mark.put(one.as_raw_fd());
+        Mark { number: 5, bytes: 6 * PAGE }.put(other.as_raw_fd());
+        assert_eq!(Mark::of(one.try_clone().unwrap().as_raw_fd()), Some(mark));
+        assert_eq!(Mark::of(other.as_raw_fd()), Some(Mark { number: 5, bytes: 6 * PAGE }));
+        assert_eq!(Mark::of(open().as_raw_fd()), None);
+        assert_eq!(Mark::of(-1), None);
+    }
+
+    #[test]
+    fn locks_of_others_are_no_marks() {
+        for line in [
+            "lock:\t1: POSIX  ADVISORY  READ 5 00:06:3 16777216 16777216",
+            "lock:\t1: OFDLCK ADVISORY  WRITE -1 00:06:3 16777216 16777216",
+            "lock:\t1: OFDLCK ADVISORY  READ -1 00:06:3 0 EOF",
+            "lock:\t1: OFDLCK ADVISORY  READ -1 00:06:3 5 6",
+            "lock:\t1: OFDLCK ADVISORY  READ -1 00:06:3 16777216 5",
+            "lock:",
+            "pos:\t0",
+        ] {
+            assert_eq!(Mark::parse(line), None, "{line}");
+        }
+    }
+}
