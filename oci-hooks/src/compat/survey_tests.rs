@@ -1,7 +1,12 @@
 use std::{collections::BTreeSet, io::Write};
 
-use super::*;
-use crate::compat::{Severity, cuda::function, elf::Depth, elf_maker::Maker};
+use super::{judge::STUB_BYTES, *};
+use crate::compat::{
+    Severity,
+    cuda::{Covered, Driver},
+    elf::Depth,
+    elf_maker::Maker,
+};
 
 const MACHINE: u16 = goblin::elf::header::EM_X86_64;
 

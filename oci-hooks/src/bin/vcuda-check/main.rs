@@ -3,6 +3,9 @@
 
 #![forbid(unsafe_code)]
 
+mod arguments;
+mod print;
+
 use std::{
     io::{self, Write},
     path::{Path, PathBuf},
@@ -11,11 +14,12 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use arguments::{Cli, Containerd, Output, What};
+use clap::Parser;
 use ledger::{Inventory, ShareState, Shares};
 use oci_hooks::{
     compat::{
-        Finding, Severity, archive,
+        archive,
         check::{self, Limits, Node, Report, Seen, Verdict},
         cuda::Driver,
         files::Files,
@@ -30,153 +34,6 @@ use oci_hooks::{
 };
 use serde::Serialize;
 use vcuda_config::NodeFile;
-
-/// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
-///
-/// Exit codes: 0 it fits; 1 it does not; 2 it could not be told, and standard error or the report says why.
-#[derive(Parser)]
-#[command(name = "vcuda-check", version, verbatim_doc_comment)]
-struct Cli {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Subcommand)]
-enum What {
-    /// Check a root folder: an unpacked image, a chroot.
-    Rootfs {
-        /// The folder.
-        dir: PathBuf,
-        #[command(flatten)]
-        started: Started,
-        #[command(flatten)]
-        against: Against,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Check an image in a file, as `docker save`, `ctr image export` or `skopeo copy` write it. Needs no root and
-    /// unpacks nothing; its layers may be compressed, the file as a whole may not.
-    Image {
-        /// The file.
-        file: PathBuf,
-        #[command(flatten)]
-        against: Against,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Check a container that runs on this node, by its ID or the beginning of it.
-    Container {
-        /// The ID.
-        id: String,
-        #[command(flatten)]
-        containerd: Containerd,
-        #[command(flatten)]
-        against: Against,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Check this node: driver, containerd's settings, what is installed.
-    Node {
-        /// containerd's program, which is asked for its settings.
-        #[arg(long, value_name = "FILE", default_value = "containerd")]
-        containerd: PathBuf,
-        /// Its configuration, where it is not the usual one.
-        #[arg(long, value_name = "FILE")]
-        containerd_config: Option<PathBuf>,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// List the images with shares that this node has seen, and how they fared.
-    List {
-        /// Write metrics, as node_exporter's textfile collector reads them.
-        #[arg(long)]
-        metrics: bool,
-        #[command(flatten)]
-        common: Common,
-    },
-    /// Check many images against many drivers: which workloads a new driver would break.
-    Matrix {
-        /// A file with one root folder or image file a line; # begins a comment.
-        #[arg(long, value_name = "FILE")]
-        list: Option<PathBuf>,
-        /// All containers with a share that run on this node, as its ledger has them.
-        #[arg(long)]
-        running: bool,
-        /// All images with a share that this node has seen (`list`), from memory.
-        #[arg(long)]
-        seen: bool,
-        /// Root of a driver, or a folder of its libraries; may be given more than once. Default: this node's.
-        #[arg(long, value_name = "DIR")]
-        driver: Vec<PathBuf>,
-        /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
-        #[arg(long, value_name = "FILE")]
-        shim: Option<PathBuf>,
-        /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
-        /// node's GPUs.
-        #[arg(long, value_name = "N.N", value_parser = capability)]
-        gpu: Vec<u32>,
-        #[command(flatten)]
-        containerd: Containerd,
-        #[command(flatten)]
-        common: Common,
-    },
-}
-
-#[derive(Args)]
-struct Started {
-    /// The program that is started, with its arguments after it.
-    #[arg(long, value_name = "PROGRAM", num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
-    entry: Vec<String>,
-    /// A variable of its environment, NAME=value; may be given more than once.
-    #[arg(long, value_name = "NAME=VALUE")]
-    env: Vec<String>,
-    /// Its working folder.
-    #[arg(long, value_name = "FOLDER", default_value = "/")]
-    cwd: PathBuf,
-}
-
-#[derive(Args)]
-struct Against {
-    /// Root of the driver to check against, or the folder of its libraries. Default: the node file's driverRoot,
-    /// where a driver is there.
-    #[arg(long, value_name = "DIR")]
-    driver: Option<PathBuf>,
-    /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
-    #[arg(long, value_name = "FILE")]
-    shim: Option<PathBuf>,
-    /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
-    /// node's GPUs.
-    #[arg(long, value_name = "N.N", value_parser = capability)]
-    gpu: Vec<u32>,
-}
-
-#[derive(Args)]
-struct Containerd {
-    /// containerd's state folder.
-    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
-    containerd_state: PathBuf,
-    /// containerd's namespace; Kubernetes has its own.
-    #[arg(long, value_name = "NAME", default_value = "k8s.io")]
-    namespace: String,
-}
-
-#[derive(Args)]
-struct Common {
-    /// The node file.
-    #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
-    config: PathBuf,
-    /// How the answer is written.
-    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
-    output: Output,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// For people.
-    Text,
-    /// One JSON object.
-    Json,
-}
 
 /// When to say that it goes on, and how often.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -361,18 +218,6 @@ fn row<F: Files>(subject: String, seen: Result<Seen<F>>, nodes: &[Node]) -> Row 
     }
 }
 
-impl Common {
-    fn load(&self) -> Result<NodeFile> {
-        Ok(NodeFile::load_or_default(&self.config)?)
-    }
-}
-
-impl Started {
-    fn command(&self) -> Command {
-        Command { args: self.entry.clone(), env: self.env.clone(), cwd: self.cwd.clone() }
-    }
-}
-
 fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>, gpus: &[u32]) -> Result<Node> {
     let mut node = match Node::with_shim(shim.unwrap_or(&file.paths.shim())) {
         Ok(node) => node,
@@ -396,18 +241,6 @@ fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>, gpus: &[u32
     Ok(node)
 }
 
-/// A compute capability such as 8.0, as 80.
-fn capability(text: &str) -> Result<u32, String> {
-    let parse = || {
-        let (major, minor) = text.split_once('.')?;
-        Some(
-            major.parse::<u32>().ok().filter(|major| *major < 100)? * 10
-                + minor.parse::<u32>().ok().filter(|minor| *minor < 10)?,
-        )
-    };
-    parse().ok_or_else(|| "it must be like 8.0 or 12.0".to_owned())
-}
-
 /// Says on standard error that a long check goes on.
 fn progress() -> impl FnMut(u64) {
     let mut last = Instant::now();
@@ -429,114 +262,4 @@ fn output<T: Serialize>(what: &T, format: Output, text: impl FnOnce(&T) -> Strin
         Output::Text => out.write_all(text(what).as_bytes())?,
     }
     Ok(())
-}
-
-/// Reports as text for people.
-mod print {
-    use super::{Finding, Node, Path, Report, Row, Severity, Verdict};
-    use oci_hooks::{node::NodeReport, verdicts::Seen};
-
-    pub(super) fn image(report: &Report) -> String {
-        let driver = driver(report.driver.as_deref(), report.driver_cuda.as_deref());
-        let runtimes = if report.runtimes.is_empty() { "none".into() } else { report.runtimes.join(", ") };
-        let mut text = format!(
-            "{}: {}\nagainst {driver}, a shim for glibc {} and newer; CUDA runtimes in it: {runtimes}\n\
-             {} files seen, {} programs and libraries, {} MiB\n",
-            report.subject,
-            word(report.verdict),
-            report.shim_glibc,
-            report.files,
-            report.elf,
-            report.bytes >> 20
-        );
-        if let Some(incomplete) = &report.incomplete {
-            text.push_str(&format!("not seen whole: {incomplete}\n"));
-        }
-        text + &findings(&report.findings)
-    }
-
-    pub(super) fn node(report: &NodeReport) -> String {
-        let driver = driver(report.driver.as_deref(), report.driver_cuda.as_deref());
-        let containerd = report.containerd.as_deref().unwrap_or("unknown");
-        format!(
-            "this node: {}\n{driver}, {} GPUs on offer, containerd {containerd}\n{}",
-            word(report.verdict),
-            report.gpus,
-            findings(&report.findings)
-        )
-    }
-
-    pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
-        let mut text = String::new();
-        for row in rows {
-            text.push_str(&format!("{}\n", row.subject));
-            if let Some(error) = &row.error {
-                text.push_str(&format!("  could not be told: {error}\n"));
-            }
-            for (node, report) in nodes.iter().zip(&row.reports) {
-                let driver = node.driver.as_ref().map_or("no driver", |driver| &driver.version);
-                let ids: Vec<&str> = report
-                    .findings
-                    .iter()
-                    .filter(|finding| finding.severity > Severity::Info)
-                    .map(|finding| finding.id)
-                    .collect();
-                text.push_str(&format!("  {driver:<16}  {:<17}  {}\n", word(report.verdict), ids.join(", ")));
-            }
-        }
-        text
-    }
-
-    pub(super) fn seen(seen: &[Seen]) -> String {
-        let line = |seen: &Seen| {
-            let started = if seen.started { "started" } else { "refused" };
-            format!(
-                "{}\n  {:<17}  {started}, {} times, last for pod {}  {}\n",
-                seen.image,
-                word(seen.verdict),
-                seen.starts,
-                seen.pod,
-                seen.findings.join(", ")
-            )
-        };
-        if seen.is_empty() {
-            "no image with a share was seen\n".into()
-        } else {
-            seen.iter().map(line).collect()
-        }
-    }
-
-    fn word(verdict: Verdict) -> &'static str {
-        match verdict {
-            Verdict::Fits => "fits",
-            Verdict::DoesNotFit => "does not fit",
-            Verdict::Unknown => "could not be told",
-        }
-    }
-
-    fn driver(version: Option<&str>, cuda: Option<&str>) -> String {
-        match (version, cuda) {
-            (Some(version), Some(cuda)) => format!("driver {version} (CUDA {cuda})"),
-            _ => "no driver known".into(),
-        }
-    }
-
-    fn findings(findings: &[Finding]) -> String {
-        let mut text = String::new();
-        for finding in findings {
-            let severity = match finding.severity {
-                Severity::Refuse => "REFUSED",
-                Severity::Warn => "warning",
-                Severity::Info => "note",
-            };
-            let file = finding.file.as_deref().map(Path::display);
-            let file = file.map(|file| format!("  {file}")).unwrap_or_default();
-            text.push_str(&format!("\n{severity}  {}{file}\n", finding.id));
-            text.push_str(&format!(
-                "  what  {}\n  why   {}\n  do    {}\n",
-                finding.what, finding.why, finding.remedy
-            ));
-        }
-        text
-    }
 }

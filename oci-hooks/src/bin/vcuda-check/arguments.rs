@@ -1,0 +1,179 @@
+//! What the command line takes.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use oci_hooks::compat::start::Command;
+use vcuda_config::NodeFile;
+
+/// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
+///
+/// Exit codes: 0 it fits; 1 it does not; 2 it could not be told, and standard error or the report says why.
+#[derive(Parser)]
+#[command(name = "vcuda-check", version, verbatim_doc_comment)]
+pub(super) struct Cli {
+    #[command(subcommand)]
+    pub(super) what: What,
+}
+
+#[derive(Subcommand)]
+pub(super) enum What {
+    /// Check a root folder: an unpacked image, a chroot.
+    Rootfs {
+        /// The folder.
+        dir: PathBuf,
+        #[command(flatten)]
+        started: Started,
+        #[command(flatten)]
+        against: Against,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check an image in a file, as `docker save`, `ctr image export` or `skopeo copy` write it. Needs no root and
+    /// unpacks nothing; its layers may be compressed, the file as a whole may not.
+    Image {
+        /// The file.
+        file: PathBuf,
+        #[command(flatten)]
+        against: Against,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check a container that runs on this node, by its ID or the beginning of it.
+    Container {
+        /// The ID.
+        id: String,
+        #[command(flatten)]
+        containerd: Containerd,
+        #[command(flatten)]
+        against: Against,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check this node: driver, containerd's settings, what is installed.
+    Node {
+        /// containerd's program, which is asked for its settings.
+        #[arg(long, value_name = "FILE", default_value = "containerd")]
+        containerd: PathBuf,
+        /// Its configuration, where it is not the usual one.
+        #[arg(long, value_name = "FILE")]
+        containerd_config: Option<PathBuf>,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// List the images with shares that this node has seen, and how they fared.
+    List {
+        /// Write metrics, as node_exporter's textfile collector reads them.
+        #[arg(long)]
+        metrics: bool,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Check many images against many drivers: which workloads a new driver would break.
+    Matrix {
+        /// A file with one root folder or image file a line; # begins a comment.
+        #[arg(long, value_name = "FILE")]
+        list: Option<PathBuf>,
+        /// All containers with a share that run on this node, as its ledger has them.
+        #[arg(long)]
+        running: bool,
+        /// All images with a share that this node has seen (`list`), from memory.
+        #[arg(long)]
+        seen: bool,
+        /// Root of a driver, or a folder of its libraries; may be given more than once. Default: this node's.
+        #[arg(long, value_name = "DIR")]
+        driver: Vec<PathBuf>,
+        /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
+        #[arg(long, value_name = "FILE")]
+        shim: Option<PathBuf>,
+        /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
+        /// node's GPUs.
+        #[arg(long, value_name = "N.N", value_parser = capability)]
+        gpu: Vec<u32>,
+        #[command(flatten)]
+        containerd: Containerd,
+        #[command(flatten)]
+        common: Common,
+    },
+}
+
+#[derive(Args)]
+pub(super) struct Started {
+    /// The program that is started, with its arguments after it.
+    #[arg(long, value_name = "PROGRAM", num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
+    pub(super) entry: Vec<String>,
+    /// A variable of its environment, NAME=value; may be given more than once.
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub(super) env: Vec<String>,
+    /// Its working folder.
+    #[arg(long, value_name = "FOLDER", default_value = "/")]
+    pub(super) cwd: PathBuf,
+}
+
+#[derive(Args)]
+pub(super) struct Against {
+    /// Root of the driver to check against, or the folder of its libraries. Default: the node file's driverRoot,
+    /// where a driver is there.
+    #[arg(long, value_name = "DIR")]
+    pub(super) driver: Option<PathBuf>,
+    /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
+    #[arg(long, value_name = "FILE")]
+    pub(super) shim: Option<PathBuf>,
+    /// Compute capability of the GPUs to check against, such as 8.0; may be given more than once. Default: of this
+    /// node's GPUs.
+    #[arg(long, value_name = "N.N", value_parser = capability)]
+    pub(super) gpu: Vec<u32>,
+}
+
+#[derive(Args)]
+pub(super) struct Containerd {
+    /// containerd's state folder.
+    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    pub(super) containerd_state: PathBuf,
+    /// containerd's namespace; Kubernetes has its own.
+    #[arg(long, value_name = "NAME", default_value = "k8s.io")]
+    pub(super) namespace: String,
+}
+
+#[derive(Args)]
+pub(super) struct Common {
+    /// The node file.
+    #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
+    pub(super) config: PathBuf,
+    /// How the answer is written.
+    #[arg(short, long, value_name = "FORMAT", default_value = "text")]
+    pub(super) output: Output,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Output {
+    /// For people.
+    Text,
+    /// One JSON object.
+    Json,
+}
+
+impl Common {
+    pub(super) fn load(&self) -> Result<NodeFile> {
+        Ok(NodeFile::load_or_default(&self.config)?)
+    }
+}
+
+impl Started {
+    pub(super) fn command(&self) -> Command {
+        Command { args: self.entry.clone(), env: self.env.clone(), cwd: self.cwd.clone() }
+    }
+}
+
+/// A compute capability such as 8.0, as 80.
+fn capability(text: &str) -> Result<u32, String> {
+    let parse = || {
+        let (major, minor) = text.split_once('.')?;
+        Some(
+            major.parse::<u32>().ok().filter(|major| *major < 100)? * 10
+                + minor.parse::<u32>().ok().filter(|minor| *minor < 10)?,
+        )
+    };
+    parse().ok_or_else(|| "it must be like 8.0 or 12.0".to_owned())
+}
