@@ -31,8 +31,12 @@ use crate::{
 };
 
 /// How long a wish waits for word of the container that it is for. Kubelet and this process hear of a pod from the same
-/// API server at about the same time, and on a busy machine kubelet can be the first.
-const HEARD_WITHIN: Duration = Duration::from_millis(200);
+/// API server at about the same time, and on a busy machine kubelet can be the first. It admits one pod after the other:
+/// pods that nobody has placed must not each wait so long, so a wait in vain halves the next one.
+const HEARD_WITHIN: Duration = Duration::from_millis(100);
+
+/// A shorter wait is not worth it.
+const SHORTEST_WAIT: Duration = Duration::from_millis(20);
 
 /// Makes sure that the CDI spec is on disk and fits the driver. It may block.
 pub type EnsureCdi = dyn Fn() -> anyhow::Result<()> + Send + Sync;
@@ -49,6 +53,8 @@ pub struct Context {
     pub expected: watch::Receiver<Arc<Vec<Expected>>>,
     trail: Mutex<Trail>,
     granted: Mutex<Granted>,
+    /// How long the next wish waits.
+    patience: Mutex<Duration>,
 }
 
 impl Context {
@@ -59,7 +65,15 @@ impl Context {
         expected: watch::Receiver<Arc<Vec<Expected>>>,
         ensure_cdi: Arc<EnsureCdi>,
     ) -> Self {
-        Self { names, offer, ensure_cdi, expected, trail: Mutex::default(), granted: Mutex::default() }
+        Self {
+            names,
+            offer,
+            ensure_cdi,
+            expected,
+            trail: Mutex::default(),
+            granted: Mutex::default(),
+            patience: Mutex::new(HEARD_WITHIN),
+        }
     }
 
     /// GPUs that were picked for the container that a wish for `units` is most likely for.
@@ -73,8 +87,10 @@ impl Context {
     /// resource of a pair is known by then, so a container that nobody has placed waits once.
     async fn placed_soon(&self, resource: Resource, units: u32) -> Option<Vec<GpuUuid>> {
         let mut expected = self.expected.clone();
+        let patience = *self.patience.lock().unwrap_or_else(PoisonError::into_inner);
         // This receiver never looks, so something new is all that there ever was.
-        let waits = expected.has_changed().unwrap_or(false)
+        let waits = patience >= SHORTEST_WAIT
+            && expected.has_changed().unwrap_or(false)
             && self
                 .trail
                 .lock()
@@ -90,7 +106,12 @@ impl Context {
                 }
             }
         };
-        time::timeout(HEARD_WITHIN, hear).await.unwrap_or(None)
+        let placed = time::timeout(patience, hear).await.unwrap_or(None);
+        if placed.is_some() || waits {
+            let next = if placed.is_some() { HEARD_WITHIN } else { patience / 2 };
+            *self.patience.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        }
+        placed
     }
 
     fn note(&self, resource: Resource, grant: &Grant) {
@@ -333,5 +354,21 @@ mod tests {
             &Grant::from_ids(&[vcuda_config::DeviceId { gpu: ours.gpus[0].clone(), index: 0 }]),
         );
         assert_eq!(context.placed_soon(Resource::Memory, 4).now_or_never(), Some(None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn many_that_nobody_placed_wait_less_and_less_until_a_placed_one_comes() {
+        let (context, expect) = context();
+        expect.send_replace(Arc::new(vec![placed("a", 10, 1)]));
+        let begun = time::Instant::now();
+        for _ in 0..40 {
+            assert_eq!(context.placed_soon(Resource::Core, 20).await, None);
+        }
+        // On the clock that only these waits move on.
+        assert!(begun.elapsed() <= 2 * HEARD_WITHIN, "{:?}", begun.elapsed());
+        assert!(context.placed_soon(Resource::Core, 10).await.is_some());
+        let begun = time::Instant::now();
+        assert_eq!(context.placed_soon(Resource::Core, 20).await, None);
+        assert!(begun.elapsed() >= HEARD_WITHIN);
     }
 }
