@@ -656,6 +656,46 @@ fn a_context_takes_its_blocks_along() {
     exact(&model, &mut session, 2 * MIB);
 }
 
+/// The heap and the stacks of kernels can be made as large as a GPU by one call that allocates nothing by name.
+#[test]
+fn limits_of_a_context_count_as_what_they_take() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let (stack, fifo, heap) = (0, 1, 2);
+    // What every context begins with is the node's to measure.
+    session.must(&format!("limit {heap} {}", 8 * MIB));
+    session.must(&format!("limit {stack} 1000"));
+    exact(&model, &mut session, 0);
+    session.must(&format!("limit {heap} {}", 108 * MIB));
+    exact(&model, &mut session, 100 * MIB);
+    session.must(&format!("limit {fifo} {}", 3 * MIB));
+    exact(&model, &mut session, 102 * MIB);
+    // One for each of 10,000 threads; the driver rounds.
+    session.must(&format!("limit {stack} 8000"));
+    let stacks = (8192 - 1024) * 10_000;
+    exact(&model, &mut session, 102 * MIB + stacks);
+    session.must(&format!("limit {heap} {}", 58 * MIB));
+    exact(&model, &mut session, 52 * MIB + stacks);
+    for (limit, value) in [(heap, CEILING), (fifo, 2 * CEILING), (stack, CEILING), (heap, u64::MAX)] {
+        assert_eq!(session.call(&format!("limit {limit} {value}")).0, OUT_OF_MEMORY);
+        exact(&model, &mut session, 52 * MIB + stacks);
+    }
+    session.must("fail 1");
+    assert_eq!(session.call(&format!("limit {heap} {}", 88 * MIB)).0, 999);
+    exact(&model, &mut session, 52 * MIB + stacks);
+    // Of a context each, and gone with it.
+    let context = session.must("context 0");
+    session.must(&format!("limit {heap} {}", 208 * MIB));
+    exact(&model, &mut session, 252 * MIB + stacks);
+    session.must(&format!("destroy {context}"));
+    session.must("primary 0");
+    exact(&model, &mut session, 52 * MIB + stacks);
+    session.must(&format!("limit {stack} 0"));
+    session.must("limit 5 128");
+    exact(&model, &mut session, 52 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
 #[test]
 fn processes_of_a_container_share_one_ceiling() {
     let Some(model) = model() else { return };

@@ -4,12 +4,15 @@ use std::ffi::c_int;
 
 use crate::{
     cuda::{
-        pool,
-        types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result},
+        pool, take,
+        types::{
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result,
+        },
+        whole,
     },
     errno, pace,
     real::driver,
-    share::{Share, share},
+    share::{Block, PartOf, Place, Share, share},
 };
 
 /// Where the share cannot be kept, there is no CUDA: the driver is not even asked.
@@ -141,6 +144,80 @@ macro_rules! resets_primary {
 }
 resets_primary!(cuDevicePrimaryCtxReset);
 resets_primary!(cuDevicePrimaryCtxReset_v2);
+
+// CUlimit. Others take little, or none.
+const STACK_SIZE: u32 = 0;
+const PRINTF_FIFO_SIZE: u32 = 1;
+const MALLOC_HEAP_SIZE: u32 = 2;
+
+/// Bytes of its GPU that the current context takes for `limit` set to `value`, beyond those that every context has for it, which
+/// the node's sample shows.
+fn taken_for(limit: u32, value: usize, device: Device) -> u64 {
+    // What drivers begin with; a stack is one a thread that the GPU can have at a time.
+    let (begins_with, each) = match limit {
+        STACK_SIZE => (1 << 10, threads(device)),
+        PRINTF_FIFO_SIZE => (1 << 20, 1),
+        MALLOC_HEAP_SIZE => (8 << 20, 1),
+        _ => return 0,
+    };
+    whole((value as u64).saturating_sub(begins_with).saturating_mul(each))
+}
+
+/// Threads that a GPU can have at a time.
+fn threads(device: Device) -> u64 {
+    // CUdevice_attribute: multiprocessors, threads on each of them.
+    [16, 39].into_iter().fold(1, |product, attribute| {
+        let mut value: c_int = 0;
+        // SAFETY: `value` outlives the call.
+        unsafe {
+            driver!(cuda::cuDeviceGetAttribute(
+                &raw mut value => *mut c_int, attribute => c_int, device => Device,
+            ));
+        }
+        product * u64::try_from(value).unwrap_or(0)
+    })
+}
+
+/// Stacks, the heap of kernels and what they print lie in the GPU's memory, as large as this says.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuCtxSetLimit(limit: u32, value: usize) -> Result {
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let call = || unsafe { driver!(cuda::cuCtxSetLimit(limit => u32, value => usize)) };
+    if limit > MALLOC_HEAP_SIZE {
+        return call();
+    }
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    let mut current: Context = 0;
+    // SAFETY: `current` outlives the call.
+    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut current => *mut Context)) };
+    let Some(Place { gpu: Some(gpu), context, device }) = share.here() else { return call() };
+    // Among arrays, which go with their context too; no handle of one is the address of a context and a bit.
+    let (blocks, key) = (&share.state().arrays, current + 1 + u64::from(limit));
+    let _setting = share.state().limits_setting.lock();
+    let had = blocks.get(key).map_or(0, |word| Block::unpack(word).bytes);
+    let wanted = taken_for(limit, value, device);
+    if wanted > had && !take(share, gpu, wanted - had) {
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    let result = call();
+    let mut has = had;
+    if result == CUDA_SUCCESS {
+        let mut value = value;
+        // SAFETY: `value` outlives the call.
+        unsafe { driver!(cuda::cuCtxGetLimit(&raw mut value => *mut usize, limit => u32)) };
+        has = taken_for(limit, value, device);
+        let block = Block { bytes: has, gpu, part_of: PartOf::Context(context), exported: false };
+        let _ = blocks.insert(key, block.pack());
+    }
+    let taken = wanted.max(had);
+    if has > taken {
+        // The driver has rounded it up.
+        share.charge(gpu, has - taken);
+    } else {
+        share.give(gpu, taken - has);
+    }
+    result
+}
 
 /// A green context has a context of its own, and takes it along.
 #[unsafe(no_mangle)]

@@ -281,6 +281,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "release-primary")) return CALL("cuDevicePrimaryCtxRelease_v2", a);
     if (!strcmp(name, "reset")) return CALL("cuDevicePrimaryCtxReset_v2", a);
     if (!strcmp(name, "current")) return CALL("cuCtxSetCurrent", a);
+    if (!strcmp(name, "limit")) return CALL("cuCtxSetLimit", a, b);
     if (!strcmp(name, "primary")) {
         u64 context;
         CALL("cuDevicePrimaryCtxRetain", &context, a);
