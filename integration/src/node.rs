@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use crate::{
     host::{Host, Options},
     kubelet::Kubelet,
+    pod::{Container, Pod},
     probe,
 };
 
@@ -64,6 +65,11 @@ impl Node {
     /// Name of an image with the probe in it.
     pub fn image(&self) -> &str {
         &self.image
+    }
+
+    /// A pod of one container, `main`, with a share of a GPU: percent of its time, and memory in units. It has the probe in it.
+    pub fn pod_with_share(&self, name: &str, core: u32, units: u32) -> Pod {
+        Pod::new(name, Container::new("main", &self.image).share(core, units))
     }
 
     /// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.

@@ -10,12 +10,7 @@ use std::{
     time::Duration,
 };
 
-use integration::{
-    host::Options,
-    node::Node,
-    pod::{Container, Pod},
-    probe,
-};
+use integration::{host::Options, node::Node, probe};
 use ledger::Shares;
 use serde_json::Value;
 use vcuda_config::annotation;
@@ -28,10 +23,6 @@ const SETTLED: Duration = Duration::from_secs(60);
 
 async fn node() -> Node {
     Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap()
-}
-
-fn share(node: &Node, name: &str, core: u32, memory: u32) -> Pod {
-    Pod::new(name, Container::new("main", node.image()).share(core, memory))
 }
 
 /// `vcuda-device-plugin set` for the container `main` of a pod.
@@ -53,9 +44,9 @@ fn status(node: &Node, pod: &str) -> Value {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn an_operator_changes_a_running_container_and_it_stays_changed() {
     let mut node = node().await;
-    let pod = share(&node, "train", 20, 32);
+    let pod = node.pod_with_share("train", 20, 32);
     let mut running = node.kubelet.run(&pod).await.unwrap();
-    let other = node.kubelet.run(&share(&node, "other", 50, 32)).await.unwrap();
+    let other = node.kubelet.run(&node.pod_with_share("other", 50, 32)).await.unwrap();
     let process = node.hold(running.id("main"), 6144).await.unwrap();
 
     let output = set(&node, "train", &["--core", "40", "--memory", "16GiB", "--core-limit", "45"]);
@@ -95,7 +86,7 @@ async fn an_operator_changes_a_running_container_and_it_stays_changed() {
 
     // The next pod of the same name has what it asks for.
     node.kubelet.delete(&running).await.unwrap();
-    let again = node.kubelet.run(&self::share(&node, "train", 20, 32)).await.unwrap();
+    let again = node.kubelet.run(&node.pod_with_share("train", 20, 32)).await.unwrap();
     assert_eq!(status(&node, "train")["core"], 20);
     for running in [&again, &other] {
         node.kubelet.delete(running).await.unwrap();
@@ -108,7 +99,7 @@ async fn an_operator_changes_a_running_container_and_it_stays_changed() {
 async fn what_a_pod_says_about_idle_time_is_taken_or_refused_in_its_event() {
     let node = node().await;
     let with = |name: &str, key: &str, value: &str| {
-        let mut pod = share(&node, name, 20, 8);
+        let mut pod = node.pod_with_share(name, 20, 8);
         pod.annotations.insert(key.into(), value.into());
         pod
     };
@@ -138,7 +129,7 @@ async fn what_a_pod_says_about_idle_time_is_taken_or_refused_in_its_event() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_running_share_without_slots_gets_its_own_at_the_next_start() {
     let mut node = node().await;
-    let running = node.kubelet.run(&share(&node, "old", 30, 8)).await.unwrap();
+    let running = node.kubelet.run(&node.pod_with_share("old", 30, 8)).await.unwrap();
     node.vcuda.nri_plugin().unwrap().kill();
     let folder = node.vcuda.file().paths.shares();
     let name = node.vcuda.shares().remove(0);
@@ -202,10 +193,10 @@ async fn stop(node: &Node, container: &str, process: &str) {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn time_is_shared_lent_given_back_and_changed_whoever_is_alive() {
     let mut node = node().await;
-    let mut small = share(&node, "small", 30, 8);
+    let mut small = node.pod_with_share("small", 30, 8);
     small.annotations.insert(annotation::CORE_LIMIT.into(), "50".into());
     let small = node.kubelet.run(&small).await.unwrap();
-    let large = node.kubelet.run(&share(&node, "large", 70, 8)).await.unwrap();
+    let large = node.kubelet.run(&node.pod_with_share("large", 70, 8)).await.unwrap();
     assert_eq!(status(&node, "small")["gpu"], status(&node, "large")["gpu"], "one GPU");
     let (a, b) = (small.id("main"), large.id("main"));
 
@@ -264,9 +255,9 @@ async fn a_work_conserving_node_divides_idle_time_by_share_low_work_comes_last_a
     node.vcuda.start_device_plugin().unwrap();
     node.vcuda.start_nri_plugin().await.unwrap();
     node.wait_for_offer().await.unwrap();
-    let one = node.kubelet.run(&share(&node, "one", 20, 8)).await.unwrap();
-    let two = node.kubelet.run(&share(&node, "two", 10, 8)).await.unwrap();
-    let mut low = share(&node, "low", 10, 8);
+    let one = node.kubelet.run(&node.pod_with_share("one", 20, 8)).await.unwrap();
+    let two = node.kubelet.run(&node.pod_with_share("two", 10, 8)).await.unwrap();
+    let mut low = node.pod_with_share("low", 10, 8);
     low.annotations.insert(annotation::PRIORITY.into(), "low".into());
     let low = node.kubelet.run(&low).await.unwrap();
     let gpu = |pod: &str| status(&node, pod)["gpu"].clone();

@@ -25,10 +25,6 @@ async fn node() -> anyhow::Result<Node> {
     Node::with_vcuda(&Options::from_env()?).await
 }
 
-fn share(node: &Node, name: &str, core: u32, memory: u32) -> Pod {
-    Pod::new(name, Container::new("main", node.image()).share(core, memory))
-}
-
 /// A pod without a share starts, whatever else is the matter.
 async fn plain_pod_starts(node: &Node) {
     let pod = Pod::new("plain", Container::new("main", node.image()));
@@ -53,18 +49,18 @@ async fn gpu_of(node: &Node, running: &RunningPod) -> String {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn without_nri_plugin_a_share_is_refused_in_one_sentence_and_the_rest_runs() {
     let mut node = node().await.unwrap();
-    let running = node.kubelet.run(&share(&node, "before", 20, 32)).await.unwrap();
+    let running = node.kubelet.run(&node.pod_with_share("before", 20, 32)).await.unwrap();
     let gpu = gpu_of(&node, &running).await;
 
     node.vcuda.nri_plugin().unwrap().kill();
-    let error = node.kubelet.run(&share(&node, "refused", 20, 32)).await.expect_err("unenforced");
+    let error = node.kubelet.run(&node.pod_with_share("refused", 20, 32)).await.expect_err("unenforced");
     let error = format!("{error:#}");
     assert!(error.contains(NOT_BOUND), "{error}");
     plain_pod_starts(&node).await;
     still_enforced(&node, &running, &gpu).await;
 
     node.vcuda.start_nri_plugin().await.unwrap();
-    let after = node.kubelet.run(&share(&node, "after", 20, 32)).await.unwrap();
+    let after = node.kubelet.run(&node.pod_with_share("after", 20, 32)).await.unwrap();
     still_enforced(&node, &running, &gpu).await;
     for running in [&running, &after] {
         node.kubelet.delete(running).await.unwrap();
@@ -79,7 +75,7 @@ async fn nri_plugin_killed_while_it_is_asked_leaves_no_container_unenforced() {
     for round in 0..3 {
         // Stopped, it cannot answer; killed, the connection closes in the middle of the request.
         node.vcuda.nri_plugin().unwrap().signal(Signal::STOP).unwrap();
-        let pod = share(&node, &format!("during-{round}"), 20, 32);
+        let pod = node.pod_with_share(&format!("during-{round}"), 20, 32);
         let plugin = node.vcuda.nri_plugin().unwrap().id();
         let killer = tokio::spawn(async move {
             tokio::time::sleep(Duration::from_millis(300)).await;
@@ -93,7 +89,7 @@ async fn nri_plugin_killed_while_it_is_asked_leaves_no_container_unenforced() {
         plain_pod_starts(&node).await;
         node.vcuda.start_nri_plugin().await.unwrap();
     }
-    let after = node.kubelet.run(&share(&node, "after", 20, 32)).await.unwrap();
+    let after = node.kubelet.run(&node.pod_with_share("after", 20, 32)).await.unwrap();
     node.kubelet.delete(&after).await.unwrap();
     node.assert_empty().await;
 }
@@ -104,14 +100,14 @@ async fn an_nri_plugin_that_hangs_delays_pods_and_lets_none_run_unenforced() {
     let mut node = node().await.unwrap();
     node.vcuda.nri_plugin().unwrap().signal(Signal::STOP).unwrap();
     // containerd waits two seconds for it, drops it, and starts the container unadjusted.
-    let error = node.kubelet.run(&share(&node, "hangs", 20, 32)).await.expect_err("unenforced");
+    let error = node.kubelet.run(&node.pod_with_share("hangs", 20, 32)).await.expect_err("unenforced");
     let error = format!("{error:#}");
     assert!(error.contains(NOT_BOUND), "{error}");
     plain_pod_starts(&node).await;
     // When it wakes up it finds that it was dropped, and comes back by itself.
     node.vcuda.nri_plugin().unwrap().signal(Signal::CONT).unwrap();
     node.wait_until("a share starts again", SOON, async || {
-        let pod = share(&node, "again", 20, 32);
+        let pod = node.pod_with_share("again", 20, 32);
         match node.kubelet.run(&pod).await {
             Ok(running) => {
                 node.kubelet.delete(&running).await.unwrap();
@@ -129,7 +125,7 @@ async fn an_nri_plugin_that_hangs_delays_pods_and_lets_none_run_unenforced() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn nri_plugin_killed_after_it_answered_changes_nothing() {
     let mut node = node().await.unwrap();
-    let pod = share(&node, "after", 20, 32);
+    let pod = node.pod_with_share("after", 20, 32);
     let mut running = node.kubelet.begin(&pod).await.unwrap();
     let id = node.kubelet.create_container(&mut running, &pod.containers[0]).await.unwrap();
     node.vcuda.nri_plugin().unwrap().kill();
@@ -155,7 +151,7 @@ async fn nri_plugin_killed_at_any_instant_of_a_start_leaves_the_pod_enforced_or_
             let pid = i32::try_from(plugin).ok().and_then(rustix::process::Pid::from_raw);
             rustix::process::kill_process(pid.expect("a process ID"), Signal::KILL).expect("it is there");
         });
-        let outcome = node.kubelet.run(&share(&node, &format!("at-{delay}"), 20, 32)).await;
+        let outcome = node.kubelet.run(&node.pod_with_share(&format!("at-{delay}"), 20, 32)).await;
         killer.await.unwrap();
         match outcome {
             Ok(running) => {
@@ -180,7 +176,7 @@ async fn nri_plugin_killed_at_any_instant_of_a_start_leaves_the_pod_enforced_or_
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_containerd_restart_leaves_running_shares_and_serves_new_ones() {
     let mut node = node().await.unwrap();
-    let running = node.kubelet.run(&share(&node, "before", 20, 32)).await.unwrap();
+    let running = node.kubelet.run(&node.pod_with_share("before", 20, 32)).await.unwrap();
     let gpu = gpu_of(&node, &running).await;
     let process = node.hold(running.id("main"), 4096).await.unwrap();
     for round in 0..3 {
@@ -189,7 +185,7 @@ async fn a_containerd_restart_leaves_running_shares_and_serves_new_ones() {
         still_enforced(&node, &running, &gpu).await;
         // The plugin comes back by itself; until then shares are refused, never unenforced.
         node.wait_until("a share starts again", SOON, async || {
-            match node.kubelet.run(&share(&node, &format!("new-{round}"), 20, 32)).await {
+            match node.kubelet.run(&node.pod_with_share(&format!("new-{round}"), 20, 32)).await {
                 Ok(new) => {
                     still_enforced(&node, &new, &gpu_of(&node, &new).await).await;
                     node.kubelet.delete(&new).await.unwrap();
@@ -215,8 +211,8 @@ async fn a_containerd_restart_leaves_running_shares_and_serves_new_ones() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn pods_deleted_while_nri_plugin_is_down_are_found_when_it_is_back() {
     let mut node = node().await.unwrap();
-    let gone = node.kubelet.run(&share(&node, "gone", 60, 32)).await.unwrap();
-    let stays = node.kubelet.run(&share(&node, "stays", 20, 32)).await.unwrap();
+    let gone = node.kubelet.run(&node.pod_with_share("gone", 60, 32)).await.unwrap();
+    let stays = node.kubelet.run(&node.pod_with_share("stays", 20, 32)).await.unwrap();
     let gpu = gpu_of(&node, &stays).await;
     node.vcuda.nri_plugin().unwrap().kill();
     node.kubelet.delete(&gone).await.unwrap();
@@ -224,7 +220,7 @@ async fn pods_deleted_while_nri_plugin_is_down_are_found_when_it_is_back() {
     assert_eq!(node.vcuda.shares().len(), 1, "{:?}", node.vcuda.shares());
     still_enforced(&node, &stays, &gpu).await;
     // What the lost pod had is free again: all GPUs together hold this.
-    let again = node.kubelet.run(&share(&node, "again", 60, 32)).await.unwrap();
+    let again = node.kubelet.run(&node.pod_with_share("again", 60, 32)).await.unwrap();
     for running in [&stays, &again] {
         node.kubelet.delete(running).await.unwrap();
     }
@@ -237,7 +233,7 @@ async fn pods_deleted_while_nri_plugin_is_down_are_found_when_it_is_back() {
 async fn an_init_container_that_ended_while_nri_plugin_was_down_gives_way() {
     let mut node = node().await.unwrap();
     let setup = Container::new("setup", node.image()).share(60, 32).command(&["sleep", "1"]);
-    let pod = share(&node, "two-steps", 60, 32).with_init(setup);
+    let pod = node.pod_with_share("two-steps", 60, 32).with_init(setup);
     let mut running = node.kubelet.begin(&pod).await.unwrap();
     let id = node.kubelet.create_container(&mut running, &pod.init[0]).await.unwrap();
     node.cri().start(&id).await.unwrap();
@@ -265,7 +261,7 @@ async fn a_killed_device_plugin_loses_nothing_and_offers_both_resources_again() 
     let mut node = node().await.unwrap();
     let resources = node.vcuda.resources();
     let offered = resources.clone().map(|resource| node.kubelet.allocatable(&resource));
-    let running = node.kubelet.run(&share(&node, "before", 20, 32)).await.unwrap();
+    let running = node.kubelet.run(&node.pod_with_share("before", 20, 32)).await.unwrap();
     let gpu = gpu_of(&node, &running).await;
 
     node.vcuda.device_plugin().unwrap().kill();
@@ -276,13 +272,13 @@ async fn a_killed_device_plugin_loses_nothing_and_offers_both_resources_again() 
     .unwrap();
     still_enforced(&node, &running, &gpu).await;
     plain_pod_starts(&node).await;
-    node.kubelet.run(&share(&node, "refused", 20, 32)).await.expect_err("nothing is offered");
+    node.kubelet.run(&node.pod_with_share("refused", 20, 32)).await.expect_err("nothing is offered");
 
     node.vcuda.start_device_plugin().unwrap();
     node.kubelet.wait_for(&resources, SOON).await.unwrap();
     assert_eq!(resources.clone().map(|resource| node.kubelet.allocatable(&resource)), offered);
     still_enforced(&node, &running, &gpu).await;
-    let after = node.kubelet.run(&share(&node, "after", 20, 32)).await.unwrap();
+    let after = node.kubelet.run(&node.pod_with_share("after", 20, 32)).await.unwrap();
     for running in [&running, &after] {
         node.kubelet.delete(running).await.unwrap();
     }
@@ -294,7 +290,7 @@ async fn a_killed_device_plugin_loses_nothing_and_offers_both_resources_again() 
 async fn a_kubelet_restart_brings_both_resources_back_and_keeps_every_gpu() {
     let mut node = node().await.unwrap();
     let resources = node.vcuda.resources();
-    let mut running = node.kubelet.run(&share(&node, "before", 20, 32)).await.unwrap();
+    let mut running = node.kubelet.run(&node.pod_with_share("before", 20, 32)).await.unwrap();
     let gpu = gpu_of(&node, &running).await;
     let process = node.hold(running.id("main"), 4096).await.unwrap();
 
@@ -319,8 +315,8 @@ async fn a_kubelet_restart_brings_both_resources_back_and_keeps_every_gpu() {
 async fn everything_killed_at_once_comes_back_with_the_same_shares() {
     let mut node = node().await.unwrap();
     let resources = node.vcuda.resources();
-    let first = node.kubelet.run(&share(&node, "first", 60, 32)).await.unwrap();
-    let second = node.kubelet.run(&share(&node, "second", 60, 32)).await.unwrap();
+    let first = node.kubelet.run(&node.pod_with_share("first", 60, 32)).await.unwrap();
+    let second = node.kubelet.run(&node.pod_with_share("second", 60, 32)).await.unwrap();
     let gpus = [gpu_of(&node, &first).await, gpu_of(&node, &second).await];
     assert_ne!(gpus[0], gpus[1], "60 and 60 core do not fit one GPU");
 

@@ -35,10 +35,6 @@ async fn node(driver: Wanted) -> Node {
     Node::with_vcuda(&Options { driver, ..Options::from_env().unwrap() }).await.unwrap()
 }
 
-fn share(node: &Node, name: &str) -> Pod {
-    Pod::new(name, Container::new("main", node.image()).share(20, 32))
-}
-
 /// What `vcuda-device-plugin status` says of the one share there is.
 fn status(node: &Node) -> Value {
     let Output { stdout, stderr, .. } =
@@ -106,7 +102,7 @@ async fn the_driver_holds_a_container_from_its_first_process_on() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn on_a_driver_without_memory_limits_the_shim_alone_holds() {
     let node = node(Wanted::Simulated(2)).await;
-    let pod = node.kubelet.run(&share(&node, "old")).await.unwrap();
+    let pod = node.kubelet.run(&node.pod_with_share("old", 20, 32)).await.unwrap();
     assert_eq!(status(&node)["heldBy"], "shim");
     let report = probe::run(node.cri(), pod.id("main"), &["--alloc", "9216"]).await.unwrap();
     assert_eq!(report.allocs[0].result, OUT_OF_MEMORY);
@@ -131,19 +127,21 @@ async fn a_node_that_demands_the_drivers_floor_refuses_shares_without_it() {
         node
     };
     let node = demand(Wanted::Simulated(2)).await;
-    let error =
-        format!("{:#}", node.kubelet.run(&share(&node, "none")).await.expect_err("there is no floor"));
+    let error = format!(
+        "{:#}",
+        node.kubelet.run(&node.pod_with_share("none", 20, 32)).await.expect_err("there is no floor")
+    );
     for words in ["memory.floor: driver", "drivers from 615 on", "use a node that can"] {
         assert!(error.contains(words), "{words:?} is not in {error}");
     }
-    let whole = Pod::new("whole", Container::new("main", node.image()).share(100, 0));
+    let whole = node.pod_with_share("whole", 100, 0);
     for pod in [whole, Pod::new("plain", Container::new("main", node.image()))] {
         let running = node.kubelet.run(&pod).await.unwrap();
         node.kubelet.delete(&running).await.unwrap();
     }
 
     let mut node = demand(NEW).await;
-    let mut running = node.kubelet.run(&share(&node, "held")).await.unwrap();
+    let mut running = node.kubelet.run(&node.pod_with_share("held", 20, 32)).await.unwrap();
     assert_eq!(bypass(&node, &running, 9216).await, OUT_OF_MEMORY);
     node.vcuda.device_plugin().unwrap().kill();
     let error = node.kubelet.restart_container(&mut running, "main").await;
@@ -162,7 +160,7 @@ async fn a_node_that_demands_the_drivers_floor_refuses_shares_without_it() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_container_that_started_while_the_plugin_was_down_is_held_when_it_is_back() {
     let mut node = node(NEW).await;
-    let mut running = node.kubelet.run(&share(&node, "restarted")).await.unwrap();
+    let mut running = node.kubelet.run(&node.pod_with_share("restarted", 20, 32)).await.unwrap();
     node.vcuda.device_plugin().unwrap().kill();
     assert_eq!(bypass(&node, &running, 9216).await, OUT_OF_MEMORY, "the driver does not need the plugin");
     node.kubelet.restart_container(&mut running, "main").await.unwrap();
@@ -178,7 +176,7 @@ async fn a_container_that_started_while_the_plugin_was_down_is_held_when_it_is_b
 #[ignore = "needs root and containerd: run integration/test"]
 async fn the_floor_follows_the_share() {
     let node = node(NEW).await;
-    let running = node.kubelet.run(&share(&node, "changed")).await.unwrap();
+    let running = node.kubelet.run(&node.pod_with_share("changed", 20, 32)).await.unwrap();
     let set = |size: &str| {
         let mut command = node.vcuda.command("vcuda-device-plugin");
         let output = command

@@ -34,7 +34,7 @@ async fn with_cdi_off_a_share_is_refused_and_the_rest_runs() {
     let mut options = Options::from_env().unwrap();
     options.containerd.cdi = false;
     let node = Node::with_vcuda(&options).await.unwrap();
-    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("share", 20, 32);
     let error = format!("{:#}", node.kubelet.run(&pod).await.expect_err("nothing would enforce the share"));
     assert!(error.contains("CDI") || error.contains("cdi"), "{error}");
     plain_pod_starts(&node).await;
@@ -54,7 +54,7 @@ async fn with_nri_off_a_share_is_refused_and_the_plugin_says_what_to_turn_on() {
     let log = node.vcuda.nri_log();
     let line = says(&node, || std::fs::read_to_string(&log).unwrap_or_default(), &[&socket]).await;
     assert!(line.contains("NRI"), "{line}");
-    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("share", 20, 32);
     let error = format!("{:#}", node.kubelet.run(&pod).await.expect_err("nothing would enforce the share"));
     assert!(error.contains("vcuda-nri-plugin"), "{error}");
     plain_pod_starts(&node).await;
@@ -100,7 +100,7 @@ async fn a_second_instance_of_either_daemon_ends_and_names_the_first() {
         assert!(!output.status.success(), "{program}: {said}");
         assert!(said.contains("another") || said.contains("already"), "{program}: {said}");
     }
-    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("share", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
     node.kubelet.delete(&running).await.unwrap();
     node.assert_empty().await;
@@ -114,7 +114,7 @@ async fn containerd_can_start_the_nri_plugin_itself() {
     let mut node = Node::start(&options).await.unwrap();
     node.vcuda.start_device_plugin().unwrap();
     node.wait_for_offer().await.unwrap();
-    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("share", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
     let report = integration::probe::run(node.cri(), running.id("main"), &[]).await.unwrap();
     assert_eq!(report.gpus[0].total_bytes, 8 << 30, "{report:?}");

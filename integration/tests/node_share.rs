@@ -20,7 +20,7 @@ const GIB: u64 = 1 << 30;
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_pod_gets_its_share_and_no_more() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let pod = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("share", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
 
     let report =
@@ -49,7 +49,7 @@ async fn a_pod_gets_its_share_and_no_more() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn what_a_container_can_write_of_ours_is_bounded_and_goes_with_it() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let pod = Pod::new("writer", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("writer", 20, 32);
     let mut running = node.kubelet.run(&pod).await.unwrap();
     let script = format!(
         "i=0; while [ $i -lt 3000 ]; do printf '%01000d' 0 || exit 9; i=$((i+1)); done >> {}",
@@ -78,8 +78,8 @@ async fn what_a_container_can_write_of_ours_is_bounded_and_goes_with_it() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn two_pods_share_one_gpu_side_by_side() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let small = Pod::new("small", Container::new("main", node.image()).share(20, 32));
-    let large = Pod::new("large", Container::new("main", node.image()).share(50, 30));
+    let small = node.pod_with_share("small", 20, 32);
+    let large = node.pod_with_share("large", 50, 30);
     let small = node.kubelet.run(&small).await.unwrap();
     let large = node.kubelet.run(&large).await.unwrap();
 
@@ -103,7 +103,7 @@ async fn two_pods_share_one_gpu_side_by_side() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_killed_process_gives_its_memory_back() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let pod = Pod::new("killed", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("killed", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
     for _ in 0..5 {
         let process = node.hold(running.id("main"), 6144).await.unwrap();
@@ -127,8 +127,8 @@ async fn a_killed_process_gives_its_memory_back() {
 async fn nvidia_smi_shows_the_share_and_its_own_processes() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
     assert!(node.cache().nvidia_smi().is_some(), "run vcuda-preload/tests/fetch.sh first");
-    let one = Pod::new("one", Container::new("main", node.image()).share(20, 32));
-    let other = Pod::new("other", Container::new("main", node.image()).share(50, 30));
+    let one = node.pod_with_share("one", 20, 32);
+    let other = node.pod_with_share("other", 50, 30);
     let one = node.kubelet.run(&one).await.unwrap();
     let other = node.kubelet.run(&other).await.unwrap();
     let first = node.hold(one.id("main"), 1024).await.unwrap();
@@ -170,9 +170,9 @@ async fn nvidia_smi_shows_the_share_and_its_own_processes() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_whole_gpu_comes_whole_and_without_the_shim() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let whole = Pod::new("whole", Container::new("main", node.image()).share(100, 0));
+    let whole = node.pod_with_share("whole", 100, 0);
     let whole = node.kubelet.run(&whole).await.unwrap();
-    let share = Pod::new("share", Container::new("main", node.image()).share(20, 32));
+    let share = node.pod_with_share("share", 20, 32);
     let share = node.kubelet.run(&share).await.unwrap();
 
     let report = probe::run(node.cri(), whole.id("main"), &["--alloc", "20480"]).await.unwrap();
@@ -193,7 +193,7 @@ async fn a_whole_gpu_comes_whole_and_without_the_shim() {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn a_container_with_a_share_has_the_device_nodes_of_its_gpu_alone() {
     let node = Node::with_vcuda(&Options::from_env().unwrap()).await.unwrap();
-    let pod = Pod::new("nodes", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("nodes", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
     let spec = node.cri().info(running.id("main")).await.unwrap().spec;
     let devices: Vec<_> = spec["linux"]["devices"]
@@ -257,12 +257,12 @@ async fn requests_that_can_never_be_met_are_refused_with_field_and_remedy() {
         (20, 0, ["vcuda-memory is missing", "256 MiB"]),
         (0, 32, ["vcuda-core is missing", "at least 1 core"]),
     ] {
-        let pod = Pod::new("impossible", Container::new("main", node.image()).share(core, memory));
+        let pod = node.pod_with_share("impossible", core, memory);
         let error = node.kubelet.run(&pod).await.expect_err("it can never be met");
         let error = format!("{error:#}");
         assert!(says.iter().all(|word| error.contains(word)), "{core} core, {memory} memory: {error}");
     }
-    let pod = Pod::new("after", Container::new("main", node.image()).share(20, 32));
+    let pod = node.pod_with_share("after", 20, 32);
     let running = node.kubelet.run(&pod).await.unwrap();
     node.kubelet.delete(&running).await.unwrap();
     node.assert_empty().await;

@@ -10,7 +10,6 @@ use integration::{
     host::Options,
     kubelet::RunningPod,
     node::Node,
-    pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY},
 };
 
@@ -50,10 +49,6 @@ const DAMAGES: [(&str, Damage); 6] = [
     }),
 ];
 
-fn share(node: &Node, name: &str) -> Pod {
-    Pod::new(name, Container::new("main", node.image()).share(20, 32))
-}
-
 /// The container has 8 GiB of one GPU; returns the GPU.
 async fn enforced(node: &Node, running: &RunningPod) -> String {
     let report = probe::run(node.cri(), running.id("main"), &["--alloc", "9216"]).await.unwrap();
@@ -75,7 +70,8 @@ async fn whatever_has_become_of_a_state_file_what_runs_goes_on_and_what_can_be_r
                 continue;
             }
             let what = format!("{file}, {how}");
-            let mut running = node.kubelet.run(&share(&node, "before")).await.context(what.clone()).unwrap();
+            let mut running =
+                node.kubelet.run(&node.pod_with_share("before", 20, 32)).await.context(what.clone()).unwrap();
             let gpu = enforced(&node, &running).await;
             let path = match file {
                 "inventory.json" => paths.inventory(),
@@ -94,7 +90,8 @@ async fn whatever_has_become_of_a_state_file_what_runs_goes_on_and_what_can_be_r
             node.wait_for_offer().await.context(what.clone()).unwrap();
 
             assert_eq!(enforced(&node, &running).await, gpu, "{what}");
-            let after = node.kubelet.run(&share(&node, "after")).await.context(what.clone()).unwrap();
+            let after =
+                node.kubelet.run(&node.pod_with_share("after", 20, 32)).await.context(what.clone()).unwrap();
             enforced(&node, &after).await;
             // Also a container that starts anew, from whatever there is of its share.
             node.kubelet.restart_container(&mut running, "main").await.context(what.clone()).unwrap();
