@@ -298,20 +298,22 @@ mod tests {
             prop_assert!(had.iter().sum::<u64>() + switches >= 300 * MS);
         }
 
+        // Where whole microseconds meet, the nanoseconds that looking often shifts would decide who has the next turn; so
+        // these are drawn to the nanosecond.
         #[test]
         fn looking_often_changes_times_by_less_than_a_microsecond(
-            all in submissions(), step in 1..700_u64,
+            all in prop::collection::vec((0..4_usize, 0..3_u64, 0..5 * MS, 0..2 * MS), 1..60), step in 1..700_u64,
         ) {
             let (mut seldom, mut often) = (engine(), engine());
             let mut now = 0;
             let mut works = vec![];
             for (process, stream, duration, pause) in all {
-                now += pause * US;
+                now += pause;
                 while often.now() + step * US < now {
                     often.advance(often.now() + step * US);
                 }
-                let one = seldom.submit(process, stream, duration * US, now);
-                works.push((one, often.submit(process, stream, duration * US, now)));
+                let one = seldom.submit(process, stream, duration, now);
+                works.push((one, often.submit(process, stream, duration, now)));
             }
             let end = now + 1_000 * MS;
             seldom.advance(end);
