@@ -25,6 +25,18 @@ fn the_example_pod_asks_under_the_default_names() {
 }
 
 #[test]
+fn systemd_never_gives_up_on_a_daemon() {
+    for unit in ["vcuda-device-plugin.service", "vcuda-nri-plugin.service"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/systemd").join(unit);
+        let text = std::fs::read_to_string(path).unwrap();
+        let (before, service) = text.split_once("[Service]").unwrap();
+        // It is a key of [Unit]; anywhere else systemd ignores it.
+        assert!(before.lines().any(|line| line == "StartLimitIntervalSec=0"), "{unit}");
+        assert!(service.lines().any(|line| line == "Restart=always"), "{unit}");
+    }
+}
+
+#[test]
 fn the_manifests_install_this_version() {
     let install = NodeFile::default().paths.install.display().to_string();
     for file in ["daemonset.yaml", "systemd/vcuda-device-plugin.service", "systemd/vcuda-nri-plugin.service"]

@@ -232,8 +232,10 @@ async fn a_migration_is_foretold_from_kubelets_pods_and_gpu_managers_checkpoint(
 #[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
 async fn the_manifests_are_accepted_by_the_api_server() {
     let cluster = cluster().await.unwrap();
-    let manifests = concat!(env!("CARGO_MANIFEST_DIR"), "/../config/deploy/daemonset.yaml");
-    cluster.kubectl(&["apply", "--dry-run=server", "--validate=strict", "-f", manifests], None).unwrap();
-    let pod = concat!(env!("CARGO_MANIFEST_DIR"), "/../config/examples/pod.yaml");
-    cluster.kubectl(&["apply", "--dry-run=server", "--validate=strict", "-f", pod], None).unwrap();
+    for file in
+        ["deploy/daemonset.yaml", "deploy/scheduler.yaml", "deploy/admission.yaml", "examples/pod.yaml"]
+    {
+        let file = format!("{}/../config/{file}", env!("CARGO_MANIFEST_DIR"));
+        cluster.kubectl(&["apply", "--dry-run=server", "--validate=strict", "-f", &file], None).unwrap();
+    }
 }
