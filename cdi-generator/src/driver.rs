@@ -196,8 +196,13 @@ impl Driver {
     /// Finds the driver below `root`, an absolute path on the host. Reads a few headers of each library, so it
     /// can be asked often.
     pub fn discover(root: &Path) -> Result<Self, DriverError> {
-        let rootfs = Rootfs::open(root)
-            .map_err(|error| DriverError::Root { root: root.into(), reason: error.to_string() })?;
+        let rootfs = Rootfs::open(root).map_err(|error| {
+            let reason = match error {
+                RootfsError::Root { reason, .. } => reason.to_string(),
+                other => other.to_string(),
+            };
+            DriverError::Root { root: root.into(), reason }
+        })?;
         let failed = |reason| DriverError::Failed { root: root.into(), reason };
         let search = Search { root, rootfs };
         let mut tried = Vec::new();

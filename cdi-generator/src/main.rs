@@ -19,7 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
-use vcuda_config::NodeFile;
+use vcuda_config::{NodeFile, in_one_line};
 
 /// Folder of specifications that administrators write; runtimes read it before the configured one.
 const STATIC_FOLDER: &str = "/etc/cdi";
@@ -138,7 +138,7 @@ fn main() -> ExitCode {
         // Somebody like `head` has seen enough.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            let _ = writeln!(io::stderr(), "vcuda-cdi: {error:#}");
+            let _ = writeln!(io::stderr(), "vcuda-cdi: {}", in_one_line(error.as_ref()));
             ExitCode::FAILURE
         }
     }

@@ -7,11 +7,13 @@ mod device;
 pub mod floor;
 mod gpu_admission;
 mod grant;
+mod mistake;
 mod node_file;
 mod node_gpus;
 mod path;
 mod pod_placement;
 mod request;
+mod told;
 
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use gpu_admission::gpu_admission_minors;
@@ -24,6 +26,7 @@ pub use node_gpus::{GpuGroup, Link, NodeGpu, NodeGpus, NodeGpusError};
 pub use path::plain;
 pub use pod_placement::{PodPlacement, PodPlacementError};
 pub use request::{Request, RequestError};
+pub use told::in_one_line;
 
 /// Bytes of device memory that one unit of the memory resource stands for (256 MiB, gpu-manager's unit).
 pub const MEMORY_UNIT_BYTES: u64 = 256 * 1024 * 1024;

@@ -3,7 +3,8 @@
 
 use std::{
     collections::BTreeMap,
-    io,
+    fs::File,
+    io::{self, Read as _},
     net::SocketAddr,
     path::{Path, PathBuf},
 };
@@ -11,7 +12,10 @@ use std::{
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::GpuUuid;
+use crate::{
+    GpuUuid,
+    mistake::{mistake, remedy},
+};
 
 /// The one version of the node file that this build reads.
 const NODE_FILE_VERSION: u32 = 1;
@@ -183,7 +187,7 @@ impl ImagePolicy {
 #[derive(Debug, Error)]
 pub enum NodeFileError {
     /// It could not be read.
-    #[error("{path}: cannot be read: {source}; create it, or pass --config with the right path")]
+    #[error("{path}: cannot be read: {source}; {remedy}", remedy = remedy(source))]
     Read {
         /// The file.
         path: PathBuf,
@@ -208,10 +212,15 @@ impl NodeFile {
     pub fn load(path: &Path) -> Result<Self, NodeFileError> {
         let read = |source| NodeFileError::Read { path: path.into(), source };
         let invalid = |reason: String| NodeFileError::Invalid { path: path.into(), reason };
-        if std::fs::metadata(path).map_err(read)?.len() > NODE_FILE_MAX_BYTES {
+        let mut text = String::new();
+        // One byte more than is allowed; what has no length of its own, such as a device, ends there too.
+        File::open(path)
+            .and_then(|file| file.take(NODE_FILE_MAX_BYTES + 1).read_to_string(&mut text))
+            .map_err(read)?;
+        if text.len() as u64 > NODE_FILE_MAX_BYTES {
             return Err(invalid("larger than 1 MiB, which no node file is; check the path".into()));
         }
-        let mut file = Self::parse(&std::fs::read_to_string(path).map_err(read)?).map_err(invalid)?;
+        let mut file = Self::parse(&text).map_err(invalid)?;
         file.paths.node_file = std::path::absolute(path).map_err(read)?;
         Ok(file)
     }
@@ -235,7 +244,7 @@ impl NodeFile {
     }
 
     fn parse(text: &str) -> Result<Self, String> {
-        let file: Self = serde_saphyr::from_str(text).map_err(|error| error.to_string())?;
+        let file: Self = serde_saphyr::from_str(text).map_err(|error| mistake(text, &error))?;
         file.check()?;
         Ok(file)
     }
@@ -249,7 +258,7 @@ impl NodeFile {
         }
         for (key, path) in self.paths.named() {
             if !path.is_absolute() {
-                return Err(format!("paths.{key}: {} must be absolute", path.display()));
+                return Err(format!("paths.{key}: {path:?} must be absolute, and so begin with /"));
             }
         }
         let resources = &self.resources;
@@ -442,7 +451,7 @@ mod tests {
     #[test]
     fn mistakes_are_named_with_their_key() {
         for (text, named) in [
-            ("", "end of input"),
+            ("", "nothing in it"),
             ("resources: {}", "version"),
             ("version: 2", "version"),
             ("version: 1\nressources: {}", "ressources"),
@@ -461,7 +470,27 @@ mod tests {
         ] {
             let error = NodeFile::parse(text).unwrap_err();
             assert!(error.contains(named), "{text:?}: {error}");
+            assert!(!error.contains('\n'), "{text:?}: {error}");
         }
+    }
+
+    #[test]
+    fn a_value_of_the_wrong_kind_is_shown_with_what_it_must_be() {
+        for (value, shown, wanted) in [
+            ("gpus: {reservedMib: 1GiB}", "line 2", "must be a whole number"),
+            ("gpus: {reservedMib: -5}", "reservedMib: -5", "must be a whole number"),
+            ("gpus: {exclude: GPU-1}", "exclude: GPU-1", "must be a list"),
+            ("metrics: {listen: 10282}", "listen: 10282", "an address and a port"),
+        ] {
+            let error = NodeFile::parse(&format!("version: 1\n{value}")).unwrap_err();
+            assert!(error.contains(shown) && error.contains(wanted), "{value}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_node_file_without_an_end_is_too_large() {
+        let error = NodeFile::load(Path::new("/dev/zero")).unwrap_err().to_string();
+        assert!(error.contains("larger than 1 MiB"), "{error}");
     }
 
     #[test]

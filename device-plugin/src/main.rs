@@ -31,7 +31,7 @@ use tokio::{
 };
 use tracing::{error, info};
 use tracing_subscriber::EnvFilter;
-use vcuda_config::{NodeFile, Request};
+use vcuda_config::{NodeFile, Request, in_one_line};
 
 /// Exit code of `explain`, as its help has it.
 const FITS_NOWHERE: u8 = 10;
@@ -64,12 +64,14 @@ enum Command {
     #[command(after_help = Fatal::HELP)]
     Migrate(Migrate),
     /// Show GPUs, shares, what is free, and what each container has used
+    #[command(after_help = Fatal::HELP)]
     Status {
         /// How to write it
         #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
         output: Format,
     },
     /// Show what each container does with its share, again and again
+    #[command(after_help = Fatal::HELP)]
     Top {
         /// How to write it; JSON is one object a line
         #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
@@ -339,7 +341,7 @@ fn check_migration(config: &Path, of: &Migrate) -> Result<ExitCode, Fatal> {
     let runtime =
         runtime.map_err(|source| Fatal::System { what: "no event loop could be started", source })?;
     let pods = runtime.block_on(cluster::pods_of_node(&access));
-    let pods = pods.map_err(|error| Fatal::ApiServer(format!("{error:#}")))?;
+    let pods = pods.map_err(|error| Fatal::ApiServer(in_one_line(error.as_ref())))?;
     let migration = Migration::of(&inventory, &checkpoint, pods.as_deref(), &file.resources);
     show(&migration, of.output)?;
     Ok(if migration.all_run() { ExitCode::SUCCESS } else { SOME_WILL_NOT_RUN.into() })

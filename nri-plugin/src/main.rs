@@ -13,7 +13,7 @@ use nri_plugin::{
     session::SessionError,
 };
 use tokio::signal::unix::{SignalKind, signal};
-use vcuda_config::{NodeFile, NodeFileError};
+use vcuda_config::{NodeFile, NodeFileError, in_one_line};
 
 /// Exit codes, as `--help` lists them. 2 is clap's.
 const FAILED: u8 = 1;
@@ -72,9 +72,9 @@ fn main() -> ExitCode {
         Err(error) => {
             // For the log file; nobody reads the output of a plugin that containerd started.
             if std::env::var_os("NRI_PLUGIN_SOCKET").is_some() {
-                tracing::error!("{error:#}");
+                tracing::error!("{}", in_one_line(error.as_ref()));
             }
-            eprintln!("vcuda-nri-plugin: {error:#}");
+            eprintln!("vcuda-nri-plugin: {}", in_one_line(error.as_ref()));
             ExitCode::from(exit_code(&error))
         }
     }
@@ -89,7 +89,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 ExitCode::SUCCESS
             }
             None => {
-                println!("not in service");
+                println!(
+                    "not in service: no vcuda-nri-plugin is connected to containerd here, or this user may not see it; \
+                     see the plugin's log, and `vcuda-check node` as root"
+                );
                 ExitCode::from(NOT_READY)
             }
         });

@@ -59,7 +59,10 @@ async fn it_serves_until_sigterm_and_shows_when_it_is_ready() {
     listener.set_nonblocking(true).unwrap();
     let listener = tokio::net::UnixListener::from_std(listener).unwrap();
     let ready = |node: &TestNode| program(node).arg("--ready").output().unwrap();
-    assert_eq!(ready(&node).status.code(), Some(5));
+    let asked = ready(&node);
+    assert_eq!(asked.status.code(), Some(5));
+    let said = String::from_utf8_lossy(&asked.stdout).into_owned();
+    assert!(said.starts_with("not in service") && said.contains("vcuda-check node"), "{said}");
 
     let child = program(&node).spawn().unwrap();
     let (trunk, _) = listener.accept().await.unwrap();
@@ -128,11 +131,13 @@ fn what_it_cannot_work_with_is_said_in_one_sentence() {
     };
     let (code, said) = run(&["--config", config.to_str().unwrap()], None);
     assert!(code == 4 && said.contains("nonsense"), "{code}: {said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
     let (code, said) = run(&["--config", "/nowhere/config.yaml"], None);
     assert!(
         code == 4 && said.contains("/nowhere/config.yaml") && said.contains("--config"),
         "{code}: {said}"
     );
+    assert_eq!(said.matches("No such file").count(), 1, "{said}");
     let (code, said) = run(&["--nonsense"], None);
     assert_eq!(code, 2, "{said}");
     for socket in ["77", "x", "0", ""] {

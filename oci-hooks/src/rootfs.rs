@@ -51,7 +51,7 @@ pub struct Folder {
 #[derive(Debug, Error)]
 pub enum RootfsError {
     /// The root itself cannot be opened.
-    #[error("container root {path}: {reason}; check root.path in the bundle's config.json")]
+    #[error("{path} is no root folder that can be looked into: {reason}; name one that is there")]
     Root {
         /// The root, on the host.
         path: PathBuf,

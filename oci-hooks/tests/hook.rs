@@ -186,3 +186,13 @@ fn help_says_what_the_exit_codes_mean() {
     assert!(output.status.success());
     assert!(String::from_utf8(output.stdout).unwrap().contains("Exit codes"));
 }
+
+#[test]
+fn every_command_of_the_check_says_what_its_exit_codes_mean() {
+    for command in ["", "rootfs", "image", "container", "node", "list", "matrix"] {
+        let mut check = Command::new(env!("CARGO_BIN_EXE_vcuda-check"));
+        let output = run(check.args([command, "--help"].iter().filter(|text| !text.is_empty())), "");
+        assert!(output.status.success(), "{command}");
+        assert!(String::from_utf8(output.stdout).unwrap().contains("Exit codes"), "{command}");
+    }
+}

@@ -299,3 +299,10 @@ fn versions_are_numbers_with_dots() {
         assert_eq!(version_of(name, CUDA), None, "{name}");
     }
 }
+
+#[test]
+fn a_driver_root_that_is_not_there_is_named_once_with_its_setting() {
+    let error = Driver::discover(Path::new("/nonexistent/driver")).unwrap_err().to_string();
+    assert_eq!(error.matches("/nonexistent/driver").count(), 1, "{error}");
+    assert!(error.contains("paths.driverRoot") && !error.contains("container"), "{error}");
+}

@@ -99,7 +99,7 @@ pub struct DeviceNode {
 #[derive(Debug, Error)]
 pub enum InventoryError {
     /// The file cannot be read.
-    #[error("{path}: {source}; it is written by vcuda-device-plugin, see whether that runs on this node")]
+    #[error("{path}: {source}; {remedy}", remedy = remedy(source))]
     Read {
         /// The file.
         path: PathBuf,
@@ -114,6 +114,14 @@ pub enum InventoryError {
         /// What is wrong.
         reason: String,
     },
+}
+
+/// What to do about an inventory that cannot be read.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => "run as root",
+        _ => "it is written by vcuda-device-plugin, see whether that runs on this node",
+    }
 }
 
 impl Inventory {

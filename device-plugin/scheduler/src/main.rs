@@ -4,6 +4,7 @@
 
 use std::{
     fs,
+    io::IsTerminal,
     net::SocketAddr,
     path::{Path, PathBuf},
     pin::pin,
@@ -14,7 +15,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use axum::Router;
-use clap::{ArgAction, Parser, ValueEnum};
+use clap::{ArgAction, CommandFactory, Parser, ValueEnum, error::ErrorKind};
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
@@ -36,6 +37,7 @@ use tokio::{
 use tokio_rustls::rustls::crypto::ring;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
+use vcuda_config::in_one_line;
 
 /// Exit codes, as `--help` lists them. 2 is clap's.
 const FAILED: u8 = 1;
@@ -142,6 +144,15 @@ enum End {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    let known = arguments.listen.ip().is_loopback() || arguments.client_ca.is_some();
+    if !known && !arguments.allow_unknown_callers {
+        let open = format!(
+            "--listen {}: whoever reaches it could bind pods; pass --client-ca, or an address on loopback, or \
+             --allow-unknown-callers where the network keeps others out",
+            arguments.listen
+        );
+        Arguments::command().error(ErrorKind::ArgumentConflict, open).exit();
+    }
     start_log(arguments.log_format);
     match run(&arguments) {
         Ok(End::Stopped) => {
@@ -150,7 +161,7 @@ fn main() -> ExitCode {
         }
         Ok(End::LeaseLost) => ExitCode::from(LEASE_LOST),
         Err(error) => {
-            error!("{error:#}");
+            error!("{}", in_one_line(error.as_ref()));
             ExitCode::from(FAILED)
         }
     }
@@ -160,14 +171,6 @@ fn main() -> ExitCode {
 async fn run(arguments: &Arguments) -> Result<End> {
     if ring::default_provider().install_default().is_err() {
         bail!("another TLS library was set up before");
-    }
-    let known = arguments.listen.ip().is_loopback() || arguments.client_ca.is_some();
-    if !known && !arguments.allow_unknown_callers {
-        bail!(
-            "--listen {}: whoever reaches it could bind pods; pass --client-ca, or an address on loopback, or \
-             --allow-unknown-callers where the network keeps others out",
-            arguments.listen
-        );
     }
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
@@ -310,7 +313,11 @@ fn candidate(client: &Client, arguments: &Arguments) -> Result<Candidate> {
 
 fn start_log(format: Format) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let stderr = std::io::stderr;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(stderr().is_terminal())
+        .with_writer(stderr);
     match format {
         Format::Text => log.init(),
         Format::Json => log.json().init(),

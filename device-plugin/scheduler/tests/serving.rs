@@ -110,7 +110,7 @@ fn what_cannot_work_is_one_clear_line_and_an_exit_code() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     for (arguments, code, said) in [
-        (&["--listen", "0.0.0.0:0"][..], 1, "whoever reaches it could bind pods; pass --client-ca"),
+        (&["--listen", "0.0.0.0:0"][..], 2, "whoever reaches it could bind pods; pass --client-ca"),
         (&["--listen", &address], 1, "cannot be listened at; pass another address"),
         (&["--kubeconfig", "/nonexistent"], 1, "--kubeconfig /nonexistent: cannot be used"),
         (
@@ -133,6 +133,7 @@ fn what_cannot_work_is_one_clear_line_and_an_exit_code() {
         let (ended, text) = ends(command.args(arguments));
         assert_eq!(ended, Some(code), "{arguments:?}: {text}");
         assert!(text.contains(said), "{arguments:?}: {text}");
+        assert!(!text.contains('\u{1b}'), "colours in what is no terminal: {text:?}");
     }
 }
 

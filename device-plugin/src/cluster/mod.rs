@@ -29,7 +29,7 @@ use tokio::{
     time::{self, MissedTickBehavior},
 };
 use tracing::{debug, info, warn};
-use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
+use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation, in_one_line};
 
 pub(crate) use self::events::{Events, Said};
 
@@ -88,7 +88,7 @@ pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mu
             }
             Err(error) => error,
         };
-        let reason = format!("{failed:#}");
+        let reason = in_one_line(failed.as_ref());
         if failures.is_news(&reason) {
             warn!(reason, "the API server is not kept up to date with this node's GPUs; trying again");
         } else {

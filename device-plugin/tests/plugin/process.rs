@@ -19,6 +19,8 @@ fn help_names_the_exit_codes() {
         &["explain", "--help"],
         &["migrate", "--help"],
         &["set", "--help"],
+        &["status", "--help"],
+        &["top", "--help"],
     ] {
         let help = String::from_utf8(node.run(arguments).stdout).unwrap();
         assert!(help.contains("Exit codes:") && help.contains("another device plugin"), "{help}");

@@ -7,11 +7,15 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use oci_hooks::compat::start::Command;
 use vcuda_config::NodeFile;
 
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  it fits
+  1  it does not
+  2  it could not be told, or the arguments make no sense; standard error or the report says why";
+
 /// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
-///
-/// Exit codes: 0 it fits; 1 it does not; 2 it could not be told, and standard error or the report says why.
 #[derive(Parser)]
-#[command(name = "vcuda-check", version, verbatim_doc_comment)]
+#[command(name = "vcuda-check", version, after_help = EXIT_CODES)]
 pub(super) struct Cli {
     #[command(subcommand)]
     pub(super) what: What,
@@ -20,6 +24,7 @@ pub(super) struct Cli {
 #[derive(Subcommand)]
 pub(super) enum What {
     /// Check a root folder: an unpacked image, a chroot.
+    #[command(after_help = EXIT_CODES)]
     Rootfs {
         /// The folder.
         dir: PathBuf,
@@ -32,6 +37,7 @@ pub(super) enum What {
     },
     /// Check an image in a file, as `docker save`, `ctr image export` or `skopeo copy` write it. Needs no root and
     /// unpacks nothing; its layers may be compressed, the file as a whole may not.
+    #[command(after_help = EXIT_CODES)]
     Image {
         /// The file.
         file: PathBuf,
@@ -41,6 +47,7 @@ pub(super) enum What {
         common: Common,
     },
     /// Check a container that runs on this node, by its ID or the beginning of it.
+    #[command(after_help = EXIT_CODES)]
     Container {
         /// The ID.
         id: String,
@@ -52,6 +59,7 @@ pub(super) enum What {
         common: Common,
     },
     /// Check this node: driver, containerd's settings, what is installed.
+    #[command(after_help = EXIT_CODES)]
     Node {
         /// containerd's program, which is asked for its settings.
         #[arg(long, value_name = "FILE", default_value = "containerd")]
@@ -63,6 +71,7 @@ pub(super) enum What {
         common: Common,
     },
     /// List the images with shares that this node has seen, and how they fared.
+    #[command(after_help = EXIT_CODES)]
     List {
         /// Write metrics, as node_exporter's textfile collector reads them.
         #[arg(long)]
@@ -71,6 +80,7 @@ pub(super) enum What {
         common: Common,
     },
     /// Check many images against many drivers: which workloads a new driver would break.
+    #[command(after_help = EXIT_CODES)]
     Matrix {
         /// A file with one root folder or image file a line; # begins a comment.
         #[arg(long, value_name = "FILE")]
@@ -104,7 +114,7 @@ pub(super) struct Started {
     #[arg(long, value_name = "PROGRAM", num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
     pub(super) entry: Vec<String>,
     /// A variable of its environment, NAME=value; may be given more than once.
-    #[arg(long, value_name = "NAME=VALUE")]
+    #[arg(long, value_name = "NAME=VALUE", value_parser = variable)]
     pub(super) env: Vec<String>,
     /// Its working folder.
     #[arg(long, value_name = "FOLDER", default_value = "/")]
@@ -150,7 +160,7 @@ pub(super) struct Common {
 pub(super) enum Output {
     /// For people.
     Text,
-    /// One JSON object.
+    /// JSON, for programs.
     Json,
 }
 
@@ -163,6 +173,13 @@ impl Common {
 impl Started {
     pub(super) fn command(&self) -> Command {
         Command { args: self.entry.clone(), env: self.env.clone(), cwd: self.cwd.clone() }
+    }
+}
+
+fn variable(text: &str) -> Result<String, String> {
+    match text.split_once('=') {
+        Some((name, _)) if !name.is_empty() => Ok(text.into()),
+        _ => Err("it must be like NAME=value".into()),
     }
 }
 

@@ -33,7 +33,7 @@ use oci_hooks::{
     verdicts,
 };
 use serde::Serialize;
-use vcuda_config::NodeFile;
+use vcuda_config::{NodeFile, in_one_line};
 
 /// When to say that it goes on, and how often.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         Ok(Verdict::DoesNotFit) => ExitCode::from(1),
         Ok(Verdict::Unknown) => ExitCode::from(2),
         Err(error) => {
-            eprintln!("vcuda-check: {error:#}");
+            eprintln!("vcuda-check: {}", in_one_line(error.as_ref()));
             ExitCode::from(2)
         }
     }
@@ -214,7 +214,7 @@ fn row<F: Files>(subject: String, seen: Result<Seen<F>>, nodes: &[Node]) -> Row 
             let reports = nodes.iter().map(|node| seen.report(node)).collect();
             Row { subject, reports, error: None }
         }
-        Err(error) => Row { subject, reports: Vec::new(), error: Some(format!("{error:#}")) },
+        Err(error) => Row { subject, reports: Vec::new(), error: Some(in_one_line(error.as_ref())) },
     }
 }
 
