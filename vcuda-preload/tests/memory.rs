@@ -525,6 +525,28 @@ fn a_pool_does_not_grow_past_the_ceiling_for_what_another_stream_still_uses() {
     assert_eq!(model.passed(), 0);
 }
 
+/// No call tells what of a pool's free memory is of use. What has grown past the ceiling goes before anybody can use it.
+#[test]
+fn a_pool_that_grows_though_it_has_enough_counts_as_it_is_or_is_not_had() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("MODEL_POOL_PIECES", "1"));
+    session.must("init 0");
+    session.must(&format!("keep 0 {CEILING}"));
+    let blocks: Vec<_> = (0..4).map(|_| session.must(&format!("async {}", 64 * MIB))).collect();
+    exact(&model, &mut session, 256 * MIB);
+    session.must(&format!("free-async {}", blocks[0]));
+    session.must(&format!("async {}", 32 * MIB));
+    exact(&model, &mut session, 288 * MIB);
+    // 32 MiB of the pool are free, and none is left beside it.
+    let rest = CEILING - 288 * MIB;
+    session.must(&format!("alloc {rest}"));
+    assert_eq!(session.call(&format!("async {}", 32 * MIB)).0, OUT_OF_MEMORY);
+    assert_eq!((model.passed(), model.refusals(0)), (1, 1), "for the length of that call");
+    assert_eq!(model.peak(0), CEILING + 32 * MIB);
+    // The pool has let go of what was free.
+    exact(&model, &mut session, rest + 224 * MIB);
+}
+
 #[test]
 fn what_a_pool_gave_back_is_to_be_had() {
     let Some(model) = model() else { return };
