@@ -190,6 +190,7 @@ impl Account<'_> {
         let word = &self.file.gpus[self.gpu].total;
         for _ in 0..MAX_ATTEMPTS {
             let total = self.load();
+            fault::point();
             self.settle(total);
             // The total is still `total` when the swap below succeeds, so nothing was carried over in between and
             // this figure is the slot's at that moment.

@@ -8,14 +8,26 @@ pub(crate) fn point() {
 }
 
 #[cfg(feature = "fault-points")]
-pub use armed::after;
+pub use armed::{after, hook};
 
 #[cfg(feature = "fault-points")]
 mod armed {
-    use std::sync::atomic::{AtomicI32, AtomicI64, Ordering::Relaxed};
+    use std::{
+        cell::RefCell,
+        sync::atomic::{AtomicI32, AtomicI64, Ordering::Relaxed},
+    };
 
     static LEFT: AtomicI64 = AtomicI64::new(-1);
     static SIGNAL: AtomicI32 = AtomicI32::new(0);
+
+    thread_local! {
+        static HOOK: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
+    }
+
+    /// Has `hook` called at every point that this thread comes to.
+    pub fn hook(hook: impl Fn() + 'static) {
+        HOOK.set(Some(Box::new(hook)));
+    }
 
     /// Sends this process `signal` at the point after the next `points` ones, once.
     pub fn after(points: i64, signal: i32) {
@@ -24,6 +36,7 @@ mod armed {
     }
 
     pub fn point() {
+        HOOK.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
         if LEFT.fetch_sub(1, Relaxed) == 0 {
             // SAFETY: no memory is involved.
             unsafe { libc::kill(libc::getpid(), SIGNAL.load(Relaxed)) };
