@@ -7,7 +7,7 @@
 
 mod machine;
 
-use std::thread;
+use std::{fs, path::PathBuf, thread, time::Duration};
 
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
@@ -17,7 +17,7 @@ use serde::Serialize;
 use machine::Bench;
 
 /// Windows where a kernel fills a good part of one.
-const LONG_WINDOWS: usize = 20;
+const LONG_WINDOWS: usize = 16;
 
 /// How often time is lent and wanted back.
 const GIVE_BACKS: usize = 5;
@@ -25,8 +25,8 @@ const GIVE_BACKS: usize = 5;
 /// Measures shares of a simulated GPU's time over windows of one second.
 #[derive(Args)]
 pub struct Arguments {
-    /// Windows of one second for each line of the table; for kernels of 200 ms at least 20.
-    #[arg(long, default_value_t = 5)]
+    /// Windows of one second for each line of the table; for kernels of 200 ms at least 16.
+    #[arg(long, default_value_t = 4)]
     windows: usize,
     /// Only kinds of work whose name contains this: "5 us", "100 us", "5 ms", "200 ms", "mix", "graph of 200",
     /// "sync each", "16 streams"; "attack: 64 processes", "attack: ignores errors", "attack: process a launch";
@@ -42,6 +42,9 @@ pub struct Arguments {
     /// With the governor, without it, or one after the other.
     #[arg(long, value_enum, default_value = "both")]
     governor: Governed,
+    /// Writes the table so far to this file as JSON, after each line: it is there though the bench is interrupted.
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
     /// How it is printed.
     #[arg(short, long, value_enum, default_value = "table")]
     output: Output,
@@ -55,7 +58,7 @@ pub struct Arguments {
 enum Output {
     /// Line by line as they are measured.
     Table,
-    /// One object at the end.
+    /// One object at the end; lines on stderr as they are measured.
     Json,
 }
 
@@ -193,7 +196,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let least = if arguments.quick { arguments.windows.min(3) } else { arguments.windows };
     ensure!(least > 0, "at least one window");
     let quiet = arguments.json || arguments.output == Output::Json;
-    let wanted = |name: &str| arguments.work.as_ref().is_none_or(|work| name.contains(work.as_str()));
+    let wanted = |name: &str| arguments.wants(name);
+    let save = |table: &Table| arguments.save.as_ref().map_or(Ok(()), |file| write(file, table));
     let borrowers = borrowers();
     let mut names = WORK.iter().chain(&ATTACKS).map(|work| work.name).chain(borrowers.iter().map(|of| of.0));
     ensure!(names.any(wanted), "no such work; `--help` lists them");
@@ -206,22 +210,26 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         lines: vec![],
         given_back: vec![],
     };
-    if !quiet {
-        println!("{ASSUMPTIONS}\nshim {}, {} CPUs\n", table.shim, table.cpus);
-        println!(
+    let (lines, time) = expected(arguments, least);
+    say(quiet, &format!("{ASSUMPTIONS}\nshim {}, {} CPUs", table.shim, table.cpus));
+    say(
+        quiet,
+        &format!("About {} minutes, until {} lines are measured.\n", time.as_secs().div_ceil(60), lines),
+    );
+    say(
+        quiet,
+        &format!(
             "{:<24} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8}",
             "work", "shares", "governor", "asked", "ideal", "mean", "worst", "lost %", "physics"
-        );
-    }
+        ),
+    );
     for work in WORK.iter().filter(|work| wanted(work.name)) {
-        let windows = if work.longest_us >= 100_000.0 { least.max(LONG_WINDOWS) } else { least };
+        let windows = work.windows(least);
         let unpaced = mean(&bench.measure(&[(work, None)], least.min(3), false)?[0]);
         table.unpaced.push((work.name.into(), unpaced));
         for shares in SHARES {
-            let named = shares.iter().map(u32::to_string).collect::<Vec<_>>().join("/");
-            if arguments.shares.as_ref().is_some_and(|shares| *shares != named)
-                || arguments.quick && !["30", "30/70", "10/90"].contains(&named.as_str())
-            {
+            let named = named(shares);
+            if !arguments.measures(&named) {
                 continue;
             }
             let all: Vec<_> = shares.iter().map(|share| (work, Some(*share))).collect();
@@ -229,6 +237,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 let windows = bench.measure(&all, windows, *governor)?;
                 let of = Of { work, named: &named, shares, governor: *governor };
                 table.lines.push(line(&of, &[unpaced], windows, quiet));
+                save(&table)?;
             }
         }
     }
@@ -245,6 +254,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 let named = "30 attacks 70";
                 let of = Of { work: attack, named, shares: &[30, 70], governor: *governor };
                 table.lines.push(line(&of, &[unpaced, alone], windows, quiet));
+                save(&table)?;
             }
         }
     }
@@ -253,15 +263,72 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let times = (0..GIVE_BACKS).map(|_| bench.give_back(fair, terms));
         let milliseconds = times.collect::<Result<Vec<f64>>>()?;
         let worst_milliseconds = milliseconds.iter().copied().fold(0.0, f64::max);
-        if !quiet {
-            println!("{work:<24} within {worst_milliseconds:.0} ms, {GIVE_BACKS} times: {milliseconds:.0?}");
-        }
+        say(
+            quiet,
+            &format!("{work:<24} within {worst_milliseconds:.0} ms, {GIVE_BACKS} times: {milliseconds:.0?}"),
+        );
         table.given_back.push(GivenBack { work, milliseconds, worst_milliseconds });
+        save(&table)?;
     }
     if quiet {
         println!("{}", serde_json::to_string_pretty(&table)?);
     }
     Ok(())
+}
+
+impl Arguments {
+    fn wants(&self, work: &str) -> bool {
+        self.work.as_ref().is_none_or(|text| work.contains(text.as_str()))
+    }
+
+    fn measures(&self, shares: &str) -> bool {
+        self.shares.as_ref().is_none_or(|only| only == shares)
+            && (!self.quick || ["30", "30/70", "10/90"].contains(&shares))
+    }
+}
+
+impl Work {
+    fn windows(&self, least: usize) -> usize {
+        if self.longest_us >= 100_000.0 { least.max(LONG_WINDOWS) } else { least }
+    }
+}
+
+fn named(shares: &[u32]) -> String {
+    shares.iter().map(u32::to_string).collect::<Vec<_>>().join("/")
+}
+
+/// How many lines there will be, and about how long they take.
+fn expected(arguments: &Arguments, least: usize) -> (usize, Duration) {
+    let (mut lines, mut time) = (0, Duration::ZERO);
+    let mut add = |work: &Work, containers: usize, windows: usize, governor: Option<bool>| {
+        lines += usize::from(governor.is_some());
+        time += machine::takes(containers, work.windows(windows), governor == Some(true));
+    };
+    for work in WORK.iter().filter(|work| arguments.wants(work.name)) {
+        add(work, 1, 1, None);
+        for shares in SHARES.iter().filter(|shares| arguments.measures(&named(shares))) {
+            arguments.governor.all().iter().for_each(|with| add(work, shares.len(), least, Some(*with)));
+        }
+    }
+    if arguments.shares.is_none() {
+        for work in ATTACKS.iter().filter(|work| arguments.wants(work.name)) {
+            add(work, 1, 2, None);
+            arguments.governor.all().iter().for_each(|with| add(work, 2, least, Some(*with)));
+        }
+    }
+    (lines, time)
+}
+
+/// A line of the table; where its JSON has stdout, on stderr.
+fn say(quiet: bool, text: &str) {
+    if quiet { eprintln!("{text}") } else { println!("{text}") }
+}
+
+/// Writes the table so far, whole or not at all.
+fn write(file: &PathBuf, table: &Table) -> Result<()> {
+    let part = file.with_extension("part");
+    fs::write(&part, serde_json::to_vec_pretty(table)?)?;
+    Ok(fs::rename(part, file)?)
 }
 
 fn mean(windows: &[f64]) -> f64 {
@@ -300,12 +367,13 @@ fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
         physics_percent: work.longest_us / 10_000.0,
         containers,
     };
-    if !quiet {
-        for (at, got) in line.containers.iter().enumerate() {
-            let governor = if line.governor { "with" } else { "without" };
-            let [name, shares, governor] =
-                if at == 0 { [line.work.as_str(), line.shares.as_str(), governor] } else { [""; 3] };
-            println!(
+    for (at, got) in line.containers.iter().enumerate() {
+        let governor = if line.governor { "with" } else { "without" };
+        let [name, shares, governor] =
+            if at == 0 { [line.work.as_str(), line.shares.as_str(), governor] } else { [""; 3] };
+        say(
+            quiet,
+            &format!(
                 "{name:<24} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
                 got.asked_percent,
                 got.ideal_percent,
@@ -313,8 +381,8 @@ fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
                 got.worst_percent,
                 got.lost_percent,
                 line.physics_percent,
-            );
-        }
+            ),
+        );
     }
     line
 }

@@ -31,6 +31,9 @@ const WARM_UP: Duration = Duration::from_millis(1500);
 /// Until the governor has seen enough to tell what of the containers' time was their neighbours'.
 const SETTLE: Duration = Duration::from_secs(9);
 
+/// About how long it takes to start containers and to end them.
+const STARTS: Duration = Duration::from_millis(500);
+
 /// A container that has not launched by then never will.
 const START: Duration = Duration::from_secs(30);
 
@@ -56,6 +59,17 @@ pub(super) struct Bench {
 struct Container {
     child: Child,
     cgroup: PathBuf,
+}
+
+/// How long so many containers run before the first window.
+fn settles(containers: usize, governed: bool) -> Duration {
+    if governed && containers > 1 { SETTLE } else { WARM_UP }
+}
+
+/// About how long a measurement takes.
+pub(super) fn takes(containers: usize, windows: usize, governed: bool) -> Duration {
+    let seconds = Duration::from_secs(windows.try_into().unwrap_or(u64::MAX));
+    settles(containers, governed) + seconds + STARTS
 }
 
 impl Drop for Container {
@@ -131,7 +145,7 @@ impl Bench {
             running.push(self.start(work, name, share.as_ref())?);
         }
         self.wait_until_all_launch(&mut running)?;
-        thread::sleep(if governed && all.len() > 1 { SETTLE } else { WARM_UP });
+        thread::sleep(settles(all.len(), governed));
         let mut got = vec![vec![]; running.len()];
         let first = Instant::now();
         let mut before = self.busy(&running)?;

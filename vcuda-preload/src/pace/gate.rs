@@ -15,8 +15,8 @@ pub(crate) const BATCHES: usize = 64;
 /// Work that may be queued, in nanoseconds of GPU time, where two kernels are not longer.
 const QUEUED_NS: u64 = 2 * SLOT_NS;
 
-/// So long work may last beyond the slots, to make up for a late start.
-const OVER_NS: u64 = SLOT_NS / 2;
+/// So long queued work may last beyond the slots where a kernel that is too long for them follows it.
+const LAST_NS: u64 = SLOT_NS / 10;
 
 /// What a batch may be expected to take before it is closed.
 const BATCH_NS: u64 = 250_000;
@@ -260,7 +260,9 @@ impl Gate {
                 return Answer::Wait((surplus / 2).clamp(20_000, SLOT_NS));
             }
         }
-        // It should be done when the slots end; unless it could never be, or all of it is owed to the share.
+        // It should be done when the slots end: what lasts longer shares the GPU with a neighbour, and no mark tells which
+        // time was whose. Unless it never could be, or is so long that the slots would stay empty for a good part, and all
+        // of it is owed to the share.
         let mut queued = around.budget.queued_ns(now);
         if queued > 0 && self.active == 0 && (around.others)().is_none() {
             // It took less than was thought.
@@ -268,9 +270,10 @@ impl Gate {
             queued = 0;
         }
         let left = terms.slots.left_from(now);
-        if queued.saturating_add(expected) > left.saturating_add(OVER_NS) {
+        if queued.saturating_add(expected) > left {
             let fits_some_time = expected <= terms.slots.longest_ns();
-            if queued > OVER_NS || fits_some_time && !around.budget.covers(now, terms, expected) {
+            let owed = || expected > BATCH_NS && around.budget.covers(now, terms, expected);
+            if queued > LAST_NS || fits_some_time && !owed() {
                 if !polled {
                     self.poll(around);
                 }
@@ -441,8 +444,10 @@ impl Gate {
             around.budget.give(batch.taken);
             around.budget.correct(now, batch.expected_ns, batch.counted_ns);
             let batch = *batch;
-            let beside = self.under_way().any(|(_, other)| other.lane != batch.lane);
-            self.learn(&batch, end, beside);
+            let beside = self.under_way().any(|(_, other)| other.lane != batch.lane)
+                || (around.others)().is_some_and(|since| since < end);
+            let beyond = around.terms.slots.left_from(batch.begun_ns) < end.saturating_sub(batch.begun_ns);
+            self.learn(&batch, end, beside, beyond);
             self.ended(at, end);
             self.moved_ns = now;
         }
@@ -532,8 +537,10 @@ impl Gate {
     }
 
     /// Remembers what the longest function of an ended batch took: an average of the last few. What batches that ran
-    /// beside each other took counts for the one that is looked at first, so only the mean of many says something.
-    fn learn(&mut self, batch: &Batch, end_ns: u64, beside: bool) {
+    /// beside each other took counts for the one that is looked at first, so only the mean of many says something. A
+    /// batch that lasted out of the slots had to wait for as many neighbours as had work: it may have taken twice as long
+    /// as those before, not a hundred times.
+    fn learn(&mut self, batch: &Batch, end_ns: u64, beside: bool, beyond: bool) {
         if batch.function == 0 || batch.function_launches == 0 {
             return;
         }
@@ -546,9 +553,14 @@ impl Gate {
             *function = Function { key: batch.function, ns, wall_ns: wall };
             return;
         }
+        let (ns, wall) = if beyond && !beside {
+            (ns.min(function.ns.saturating_mul(2)), wall.min(function.wall_ns.saturating_mul(2)))
+        } else {
+            (ns, wall)
+        };
         let towards =
             |old: u64, new: u64| if new > old { old + (new - old) / 2 + 1 } else { old - (old - new) / 8 };
-        let short = function.wall_ns < 2 * QUEUED_NS;
+        let short = function.wall_ns < 2 * QUEUED_NS || function.ns < QUEUED_NS / 2;
         function.ns =
             if beside && short { function.ns - function.ns / 16 + ns / 16 } else { towards(function.ns, ns) };
         function.wall_ns = towards(function.wall_ns, wall);

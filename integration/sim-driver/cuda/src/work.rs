@@ -44,6 +44,9 @@ struct Known {
     lane: Lane,
 }
 
+/// GPU time that an event takes where its process does not have the GPU: the time comes from the GPU, so its turn must.
+const TURN_NS: u64 = 1;
+
 /// What the process does on one GPU.
 #[derive(Default)]
 struct Lanes {
@@ -52,6 +55,8 @@ struct Lanes {
     seen: u64,
     /// From when on the GPU's time can next be the process's.
     from: u64,
+    /// Another process has the GPU.
+    away: bool,
     reached: Vec<(Reached, u64)>,
 }
 
@@ -171,6 +176,7 @@ impl Inner {
         let slot = driver.link.slot;
         let result = driver.link.state.at_gpu(slot, gpu, |turns| {
             lanes.catch_up(turns, slot);
+            lanes.away = turns.has_it().is_some_and(|holder| holder != slot);
             let result = change(lanes);
             lanes.collect(|_| turns.now());
             let wanted = lanes.timeline.now() + lanes.timeline.runnable();
@@ -218,7 +224,10 @@ impl Inner {
             let pending = lanes.timeline.pending(stream);
             let duration = operation.duration();
             if duration == 0 && pending == 0 && after.is_empty() {
-                return Err(Given::Now);
+                if !lanes.away || !matches!(operation, Operation::Record { .. }) {
+                    return Err(Given::Now);
+                }
+                lanes.timeline.work(stream, TURN_NS, vec![]);
             }
             if pending >= QUEUE
                 && let Some(point) = lanes.timeline.before_last(stream, QUEUE - 1)
@@ -270,7 +279,9 @@ impl Working {
     ) -> Outcome {
         loop {
             let mut inner = self.lock();
-            if operation.duration() == 0 && inner.idle(lane.gpu) {
+            // Whether an event must wait, the GPU tells.
+            let waits = matches!(operation, Operation::Record { .. });
+            if operation.duration() == 0 && !waits && inner.idle(lane.gpu) {
                 drop(inner);
                 return perform(context, operation);
             }

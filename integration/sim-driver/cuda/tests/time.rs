@@ -46,6 +46,7 @@ fn plays_a_part() {
         "queue" => queue(),
         "default_stream" => default_stream(),
         "busy" => busy(),
+        "behind" => behind(),
         other => panic!("{other}"),
     }
 }
@@ -248,6 +249,16 @@ fn busy() {
     say("ready");
 }
 
+fn behind() {
+    context(0);
+    let event = event();
+    ok!(cuEventRecord(event, stream(1)));
+    assert_eq!(call!(cuEventQuery(event)), NOT_READY);
+    say("ready");
+    ok!(cuEventSynchronize(event));
+    say("passed");
+}
+
 fn plays(part: &str) {
     Driver::start(MACHINE).play(part);
 }
@@ -317,4 +328,14 @@ fn processes_share_a_gpu_evenly_and_a_killed_one_leaves_it() {
     let ended: u64 = ended.iter().map(|group| group["busyNs"][0].as_u64().unwrap()).sum();
     assert!(ended >= mine, "what it had is not forgotten: {ended}");
     other.kill();
+}
+
+#[test]
+fn an_event_waits_for_the_turn_of_its_process_though_nothing_is_before_it() {
+    let driver = Driver::start("version: 1\ngpus: [{count: 1, timeSliceUs: 3000000}]");
+    let busy = driver.begin("busy");
+    let mut behind = driver.begin("behind");
+    behind.go_on("passed");
+    behind.end();
+    busy.kill();
 }
