@@ -33,10 +33,10 @@ use crate::{
 /// How long a wish waits for word of the container that it is for. Kubelet and this process hear of a pod from the same
 /// API server at about the same time, and on a busy machine kubelet can be the first. It admits one pod after the other:
 /// pods that nobody has placed must not each wait so long, so a wait in vain halves the next one.
-const HEARD_WITHIN: Duration = Duration::from_millis(100);
+const HEARD_WITHIN: Duration = Duration::from_millis(20);
 
 /// A shorter wait is not worth it.
-const SHORTEST_WAIT: Duration = Duration::from_millis(20);
+const SHORTEST_WAIT: Duration = Duration::from_millis(10);
 
 /// Makes sure that the CDI spec is on disk and fits the driver. It may block.
 pub type EnsureCdi = dyn Fn() -> anyhow::Result<()> + Send + Sync;
