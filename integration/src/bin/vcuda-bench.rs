@@ -181,3 +181,32 @@ async fn time(node: &Node, container: &Container) -> Result<Times> {
     kubelet.delete(&running).await?;
     Ok([admitted - begin, sandboxed - admitted, created - sandboxed, started - created])
 }
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    /// It refuses what it does not know before it builds for minutes, and so has a list of its own.
+    #[test]
+    fn the_script_knows_every_option() {
+        let script = include_str!("../../bench");
+        let known = script.lines().find_map(|line| line.strip_prefix("usage \"")).unwrap();
+        let known: Vec<_> = known.split('"').next().unwrap().split(' ').collect();
+        let command = Arguments::command();
+        for command in [&command].into_iter().chain(command.get_subcommands()) {
+            for argument in command.get_arguments() {
+                let value = if argument.get_action().takes_values() { "=" } else { "" };
+                let long = argument.get_long().map(|long| format!("--{long}{value}"));
+                let short = argument.get_short().map(|short| format!("-{short}{value}"));
+                for option in long.into_iter().chain(short) {
+                    assert!(known.contains(&option.as_str()), "{option}");
+                }
+            }
+        }
+        for command in command.get_subcommands() {
+            assert!(known.contains(&command.get_name()), "{}", command.get_name());
+        }
+    }
+}
