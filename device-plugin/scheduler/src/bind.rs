@@ -103,7 +103,8 @@ impl Service {
             && status.code == 409
         {
             // An earlier attempt, even of an earlier process, may have been carried out although its answer was lost.
-            posted = match self.find(pods, name, &claim.uid).await.map(|pod| self.book_found(claim, pod)) {
+            let seen = self.find(pods, name, &claim.uid).await.map(|pod| self.seen(pod));
+            posted = match seen.map(|seen| self.cluster_mut().book(claim, seen)) {
                 Ok(Found::Here) => Posted::Bound,
                 Ok(Found::Waiting | Found::Elsewhere | Found::Gone) => posted,
                 Err(error) => Posted::Unknown(error),
@@ -175,10 +176,9 @@ impl Service {
         }
     }
 
-    /// Books where the API server says that a pod is.
-    fn book_found(&self, claim: &Claim, pod: Option<Pod>) -> Found {
-        let seen = pod.map_or(Seen::Gone, |pod| self.bound_pod(&pod).map_or(Seen::Waiting, Seen::Bound));
-        self.cluster_mut().book(claim, seen)
+    /// Where the API server says that a pod is.
+    fn seen(&self, pod: Option<Pod>) -> Seen {
+        pod.map_or(Seen::Gone, |pod| self.bound_pod(&pod).map_or(Seen::Waiting, Seen::Bound))
     }
 
     /// Finds out what became of pods whose binding was posted long ago and that were never seen on their node. Never
@@ -192,13 +192,13 @@ impl Service {
             for (claim, reservation) in expired {
                 let pods: Api<Pod> = Api::namespaced(self.client.clone(), &reservation.namespace);
                 let said = format!("{}/{}", reservation.namespace, reservation.name);
-                let found = self.find(&pods, &reservation.name, &claim.uid).await;
-                match found.map(|pod| self.book_found(&claim, pod)) {
-                    // The watch is slow to tell; it will.
-                    Ok(Found::Here) => self.cluster_mut().postpone(&claim, Instant::now()),
-                    Ok(_) => {
-                        info!(pod = said, node = claim.node, "was not bound after all; its room is free");
-                        self.cluster_mut().lapse(&claim, reservation.attempt);
+                match self.find(&pods, &reservation.name, &claim.uid).await {
+                    Ok(pod) => {
+                        let (seen, now) = (self.seen(pod), Instant::now());
+                        if self.cluster_mut().follow_up(&claim, reservation.attempt, seen, now) != Found::Here
+                        {
+                            info!(pod = said, node = claim.node, "was not bound after all; its room is free");
+                        }
                     }
                     Err(error) => {
                         warn!(pod = said, node = claim.node, "not known whether it was bound: {error}");

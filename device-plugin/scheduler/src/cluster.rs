@@ -309,6 +309,17 @@ impl Cluster {
         old.map(|(claim, reservation)| (claim.clone(), reservation.clone())).collect()
     }
 
+    /// Books what the API server says of the pod of `claim`, whose binding was last posted in attempt number `attempt`, long
+    /// ago. One that is on its node stays: the watch is slow to tell, but it will. The room of any other is free.
+    pub fn follow_up(&mut self, claim: &Claim, attempt: u64, seen: Seen, now: Instant) -> Found {
+        let found = self.book(claim, seen);
+        match found {
+            Found::Here => self.postpone(claim, now),
+            Found::Elsewhere | Found::Waiting | Found::Gone => self.lapse(claim, attempt),
+        }
+        found
+    }
+
     /// Puts off the expiry of a reservation whose pod's fate is still unknown.
     pub fn postpone(&mut self, claim: &Claim, now: Instant) {
         if let Some(reservation) = self.reservations.get_mut(claim) {

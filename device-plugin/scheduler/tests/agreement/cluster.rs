@@ -153,10 +153,7 @@ impl World {
         self.now += EXPIRY;
         for (claim, reservation) in self.cluster.expired(self.now, EXPIRY) {
             let seen = self.seen(&claim.uid);
-            match self.cluster.book(&claim, seen) {
-                Found::Here => self.cluster.postpone(&claim, self.now),
-                _ => self.cluster.lapse(&claim, reservation.attempt),
-            }
+            self.cluster.follow_up(&claim, reservation.attempt, seen, self.now);
         }
     }
 
