@@ -107,8 +107,9 @@ fn write_cache(args: &Args, rootfs: &Rootfs) -> Result<(), RootfsError> {
 /// for that.
 fn write_config(args: &Args, rootfs: &Rootfs) -> Result<(), RootfsError> {
     let folder = Path::new(CONFIG_FOLDER);
-    let mut programs = LDCONFIG.iter().map(|path| rootfs.stat(Path::new(path)));
-    if !programs.any(|found| !matches!(found, Ok(None))) || rootfs.stat(folder)?.is_none() {
+    // Where it cannot be told, there may be one.
+    let without = LDCONFIG.iter().all(|path| matches!(rootfs.stat(Path::new(path)), Ok(None)));
+    if without || rootfs.stat(folder)?.is_none() {
         return Ok(());
     }
     let folders: BTreeSet<_> = args.libraries.iter().filter_map(|path| path.0.parent()).collect();

@@ -23,6 +23,14 @@ fn exact(model: &Model, session: &mut Session, bytes: u64) {
     assert_eq!(session.call("nvml 0"), (0, CEILING - bytes, CEILING));
 }
 
+/// One process has another get a descriptor of physical memory, through socket number `socket`.
+fn hand_over(handle: u64, from: &mut Session, to: &mut Session, socket: u32) {
+    to.must(&format!("listen {socket}"));
+    from.must(&format!("export {handle}"));
+    from.must(&format!("send {socket}"));
+    to.must("receive");
+}
+
 #[test]
 fn the_ceiling_holds_and_what_is_freed_is_to_be_had_again() {
     let Some(model) = model() else { return };
@@ -308,10 +316,7 @@ fn what_others_have_stays_accounted_until_they_let_go() {
             let made = one.must(&format!("{make} {size}"));
             let imported = match door {
                 "descriptor" => {
-                    two.must("listen 1");
-                    one.must(&format!("export {made}"));
-                    one.must("send 1");
-                    two.must("receive");
+                    hand_over(made, &mut one, &mut two, 1);
                     let imported = two.must("import");
                     two.must("close-descriptors");
                     std::fs::remove_file(model.room.folder.path().join("state.1")).unwrap();
@@ -373,11 +378,8 @@ fn a_descriptor_whose_maker_is_gone_stands_for_memory_that_is_to_be_taken() {
     assert_eq!(two.call(&format!("alloc {}", size + 1)).0, OUT_OF_MEMORY);
     // What is handed on keeps its mark.
     let mut three = model.ready();
-    three.must("listen 2");
     two.must("close-descriptors");
-    two.must(&format!("export {imported}"));
-    two.must("send 2");
-    three.must("receive");
+    hand_over(imported, &mut two, &mut three, 2);
     let again = three.must("import");
     three.must("close-descriptors");
     two.must(&format!("release {imported}"));
