@@ -60,7 +60,8 @@ unpack() {
 }
 
 case ${1-} in
+-h | --help) . "$(dirname "$0")/usage.sh"; usage "" "$1" ;;
 mirror) mirror ;;
 unpack) [ $# -ge 4 ] || die "unpack needs a folder, a release and packages"; unpack "${@:2}" ;;
-*) die "it knows unpack and mirror; see the top of $0" ;;
+*) die "it knows unpack and mirror; see $0 --help" ;;
 esac

@@ -1,9 +1,10 @@
 # Sourced by scripts whose work takes long: what they do not know is told before it begins.
 #
 # usage KNOWN ARGUMENT...: -h and --help print the comment at the head of the script and end it; an argument that is not among
-# the words of KNOWN is an error. A word that ends in = is an option with a value, of its own or after a =.
+# the words of KNOWN is an error. A word with a = is an option with a value, of its own or after a =: one of those that the
+# word lists after it, as in --output=text|json, or any where it lists none.
 usage() {
-    local known=" $1 " argument value= wrong=
+    local known=" $1 " argument option= values value wrong=
     shift
     for argument; do
         case $argument in
@@ -14,16 +15,28 @@ usage() {
         esac
     done
     for argument; do
-        if [ -n "$value" ]; then
-            value=
-        elif [[ $known == *" $argument= "* ]]; then
+        if [ -n "$option" ]; then
             value=$argument
-        elif [[ $known != *" $argument "* && $known != *" ${argument%%=*}= "* ]]; then
+        elif [[ $argument != *=* && $known == *" $argument="* ]]; then
+            option=$argument
+            continue
+        elif [[ $argument == *=* && $known == *" ${argument%%=*}="* ]]; then
+            option=${argument%%=*} value=${argument#*=}
+        elif [[ $known == *" $argument "* ]]; then
+            continue
+        else
             wrong="$argument is not known here"
             break
         fi
+        values=${known#*" $option="}
+        values=${values%% *}
+        if [[ -n $values && ($value == *"|"* || "|$values|" != *"|$value|"*) ]]; then
+            wrong="$option cannot be $value; it is ${values//|/ or }"
+            break
+        fi
+        option=
     done
-    wrong=${wrong:-${value:+$value has no value}}
+    wrong=${wrong:-${option:+$option has no value}}
     if [ -n "$wrong" ]; then
         printf '%s: %s; see %s --help\n' "${0##*/}" "$wrong" "$0" >&2
         exit 2

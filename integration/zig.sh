@@ -5,6 +5,8 @@
 #
 # VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
 set -euo pipefail
+. "$(dirname "$0")/usage.sh"
+usage "" "$@"
 
 venv=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}/venv
 mkdir -p "${venv%/*}"

@@ -8,6 +8,8 @@
 #
 # VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
 set -euo pipefail
+. "$(dirname "$(readlink -f "$0")")/../../integration/usage.sh"
+usage "programs" "$@"
 
 shared=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}
 cache=$shared/real
