@@ -453,6 +453,7 @@ mod tests {
             gpus: vec![held.clone()],
             state: ShareState::Running,
             bound_at: 0,
+            bound_uptime: 0,
             shim: !whole,
             terms: ledger::Terms::default(),
             set: ledger::Change::default(),

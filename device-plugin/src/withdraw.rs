@@ -204,6 +204,7 @@ mod tests {
             }],
             state: ShareState::Running,
             bound_at: 0,
+            bound_uptime: 0,
             shim: kind == ShareKind::Share,
             terms: ledger::Terms::default(),
             set: ledger::Change::default(),

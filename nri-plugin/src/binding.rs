@@ -383,6 +383,7 @@ mod tests {
             gpus: vec![gpu],
             state: ShareState::Running,
             bound_at: 1,
+            bound_uptime: 1,
             shim: false,
             terms: ledger::Terms::default(),
             set: ledger::Change::default(),

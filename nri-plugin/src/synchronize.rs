@@ -17,7 +17,7 @@ use crate::{
 /// What the runtime has listed so far.
 #[derive(Debug, Default)]
 pub struct Census {
-    /// When its first part came, in milliseconds since 1970.
+    /// When its first part came, by [`ledger::uptime_ms`].
     taken_at: u64,
     pods: Vec<PodSandbox>,
     /// IDs, and the pod sandboxes they are in, of containers that are created or run.
@@ -32,7 +32,7 @@ impl Census {
     /// Takes one part of the list. Of containers that do not concern us only the ID is kept.
     pub fn add(&mut self, pods: Vec<PodSandbox>, containers: Vec<Container>) {
         if self.taken_at == 0 {
-            self.taken_at = ledger::milliseconds_since_1970();
+            self.taken_at = ledger::uptime_ms();
         }
         self.pods.extend(pods);
         for container in containers {
@@ -180,6 +180,7 @@ impl Binder {
             gpus,
             state: ShareState::Running,
             bound_at: 0,
+            bound_uptime: 0,
             shim: kind == ShareKind::Share,
             terms: terms(pod, &granted.request)?,
             set: Change::default(),

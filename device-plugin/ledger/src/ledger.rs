@@ -71,7 +71,7 @@ pub struct Bound {
 /// What of the node's pods and containers is alive, from the runtime's own list.
 #[derive(Clone, Debug, Default)]
 pub struct Live {
-    /// When the list was made, in milliseconds since 1970. It says nothing about what was bound since.
+    /// When the list was made, by [`uptime_ms`]. It says nothing about what was bound since.
     pub taken_at: u64,
     /// Pods by UID.
     pub pods: BTreeMap<String, PodLife>,
@@ -359,7 +359,7 @@ impl Ledger {
         }
         for (name, record) in shares.records {
             let this_boot = record.boot_id == self.boot_id;
-            if this_boot && record.bound_at >= live.taken_at {
+            if this_boot && record.bound_uptime >= live.taken_at {
                 continue;
             }
             let gone = match live.pods.get(name.pod_uid()) {
@@ -372,7 +372,7 @@ impl Ledger {
                 self.remove(&name)?;
                 pruned.released.push(name);
             } else if record.state == ShareState::Running && !live.containers.contains(&record.container.id) {
-                let young = live.taken_at < record.bound_at.saturating_add(LISTING_GRACE_MS);
+                let young = live.taken_at < record.bound_uptime.saturating_add(LISTING_GRACE_MS);
                 if this_boot && young && !live.complete {
                     pruned.unseen.push(name);
                 } else {
@@ -395,6 +395,7 @@ impl Ledger {
             gpus: placement.gpus.clone(),
             state: ShareState::Running,
             bound_at: milliseconds_since_1970(),
+            bound_uptime: uptime_ms(),
             shim: kind == ShareKind::Share,
             terms: claim.terms,
             set: Change::default(),
@@ -513,9 +514,17 @@ fn kind(request: &Request) -> ShareKind {
     }
 }
 
-/// The time, in milliseconds since 1970. With seconds, a share bound in the second of a census would count as bound
-/// after it, and would stay when its pod was gone.
-pub fn milliseconds_since_1970() -> u64 {
+/// The time, in milliseconds since 1970, for people and for other machines.
+fn milliseconds_since_1970() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
+/// Milliseconds since the node's start, for whatever is compared with another moment of this boot: the time of day may be
+/// set back, and a share that seems to be bound after a list of the runtime's would stay when its pod is gone. With
+/// seconds, one bound in the second of the list would, too.
+pub fn uptime_ms() -> u64 {
+    let since = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let (seconds, rest) = (u64::try_from(since.tv_sec), u64::try_from(since.tv_nsec));
+    seconds.unwrap_or(0).saturating_mul(1_000).saturating_add(rest.unwrap_or(0) / 1_000_000)
 }

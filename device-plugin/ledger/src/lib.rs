@@ -23,7 +23,7 @@ pub use filter::{GpuFilter, WishError, Wishes};
 pub use floor::Floor;
 pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
 pub use ledger::{
-    BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, milliseconds_since_1970,
+    BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, uptime_ms,
 };
 pub use place::{Choice, GpuFree, LOOSEST, Lack, NoRoom, Placement, lack, place, place_by, takes};
 pub use rules::{Policy, PolicyError, Rules};

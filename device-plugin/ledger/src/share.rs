@@ -196,6 +196,10 @@ pub struct ShareRecord {
     pub state: ShareState,
     /// When it was bound to this container, in milliseconds since 1970.
     pub bound_at: u64,
+    /// The same, in milliseconds since the start of `boot_id`: by this it is compared, since nobody sets that clock. 0 in
+    /// the records of an earlier version.
+    #[serde(default)]
+    pub bound_uptime: u64,
     /// Whether the container was given the shim, with limits and usage. Whole GPUs go without.
     pub shim: bool,
     /// What the pod's owner says about compute time.
@@ -404,6 +408,7 @@ mod tests {
             }],
             state: ShareState::Running,
             bound_at: 1,
+            bound_uptime: 1,
             shim: true,
             terms: Terms { core_limit: Some(50), ..Terms::default() },
             set: Change::default(),

@@ -31,7 +31,7 @@ fn minor(bound: &Bound) -> u32 {
 
 /// An empty list of the runtime's, made after all that the test has done so far.
 fn listed() -> Live {
-    Live { taken_at: ledger::milliseconds_since_1970() + 1, ..Live::default() }
+    Live { taken_at: ledger::uptime_ms() + 1, ..Live::default() }
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn two_processes_never_promise_the_same_gpu() {
 #[test]
 fn a_list_says_nothing_about_what_was_bound_after_it_was_made() {
     let (_folder, ledger) = open();
-    let live = Live { taken_at: ledger::milliseconds_since_1970(), ..Live::default() };
+    let live = Live { taken_at: ledger::uptime_ms(), ..Live::default() };
     let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
     assert!(ledger.prune(&live).unwrap().released.is_empty());
     assert_eq!(ledger.prune(&listed()).unwrap().released, [bound.name]);
@@ -235,6 +235,26 @@ fn a_share_bound_a_moment_before_the_list_was_made_goes_with_its_pod() {
     let (_folder, ledger) = open();
     let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(2));
-    let live = Live { taken_at: ledger::milliseconds_since_1970(), ..Live::default() };
+    let live = Live { taken_at: ledger::uptime_ms(), ..Live::default() };
     assert_eq!(ledger.prune(&live).unwrap().released, [bound.name]);
+}
+
+/// As NTP, or an administrator, sets it back by an hour: what was bound before has a time that is yet to come.
+#[test]
+fn a_share_goes_with_its_pod_although_the_clock_was_set_back_since() {
+    let (_folder, ledger) = open();
+    let bound = bind(&ledger, &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    let mut record = bound.record.clone();
+    record.bound_at += 3_600_000;
+    fs::write(bound.folder.record(), serde_json::to_vec(&record).unwrap()).unwrap();
+    assert_eq!(ledger.prune(&listed()).unwrap().released, [bound.name]);
+
+    // A day forward: it is no younger and no older than it is, so a list that may lack it does not end it.
+    let bound = bind(&ledger, &inventory(1), &claim(2, 0, 0, 1, share(10, 1))).unwrap();
+    let mut record = bound.record.clone();
+    record.bound_at -= 24 * 3_600_000;
+    fs::write(bound.folder.record(), serde_json::to_vec(&record).unwrap()).unwrap();
+    let mut live = listed();
+    live.pods.insert("pod-2".into(), PodLife::Up);
+    assert_eq!(ledger.prune(&live).unwrap().unseen, [bound.name]);
 }

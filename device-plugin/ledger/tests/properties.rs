@@ -101,7 +101,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 /// An empty list of the runtime's, made after all that the test has done so far.
 fn listed() -> Live {
-    Live { taken_at: ledger::milliseconds_since_1970() + 1, ..Live::default() }
+    Live { taken_at: ledger::uptime_ms() + 1, ..Live::default() }
 }
 
 /// What the folder should say.

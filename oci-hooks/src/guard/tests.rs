@@ -77,6 +77,7 @@ impl Rig {
             }],
             state: ShareState::Running,
             bound_at: 1,
+            bound_uptime: 1,
             shim: true,
             terms: ledger::Terms::default(),
             set: ledger::Change::default(),

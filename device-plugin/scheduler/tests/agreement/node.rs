@@ -77,7 +77,7 @@ impl World {
     /// The runtime lists what lives.
     pub(super) fn synchronize(&mut self, n: usize) {
         let Some(ledger) = self.nodes[n].ledger.as_ref().filter(|_| self.nodes[n].containerd) else { return };
-        let taken_at = ledger::milliseconds_since_1970() + 1;
+        let taken_at = ledger::uptime_ms() + 1;
         let mut live = Live { taken_at, complete: self.nodes[n].lists_all, ..Live::default() };
         for (uid, pod) in self.pods.iter().filter(|(_, pod)| pod.node == Some(n)) {
             live.pods.insert(uid.clone(), PodLife::Up);
