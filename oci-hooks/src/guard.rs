@@ -308,7 +308,8 @@ fn verify_image(
     // What follows is memory only: a full disk is no reason to keep a container from starting.
     if let Some(image) = &container.image {
         let pod = format!("{}/{}", record.pod.namespace, record.pod.name);
-        let _ = verdicts::remember(&paths.state, image, looked.layers, pod, &findings, refused.is_none());
+        let looked = verdicts::Looked { image, layers: looked.layers, program: looked.started, pod };
+        let _ = verdicts::remember(&paths.state, looked, &findings, refused.is_none());
     }
     if refused.is_none()
         && let Some(finding) = worst

@@ -31,6 +31,9 @@ const GLIBC_FLOOR: Version = Version(2, 17, 0);
 /// A specification has a few KiB.
 const MAX_SPEC_BYTES: u64 = 4 << 20;
 
+/// Where containerd's configuration is unless it is told otherwise (containerd(8)).
+const CONTAINERD_CONFIG: &str = "/etc/containerd/config.toml";
+
 /// Names that a finding shows.
 const SHOWN: usize = 8;
 
@@ -103,12 +106,15 @@ pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path
     let driver = match Driver::find(&paths.driver_root, None) {
         Ok(driver) => Some(driver),
         Err(Trouble(reason)) => {
-            findings.push(Finding::refuse(
-                "driver-missing",
-                reason,
-                "without it no container can use a GPU",
-                "install the driver, or name its root as paths.driverRoot in the node file",
-            ));
+            findings.push(
+                Finding::refuse(
+                    "driver-missing",
+                    reason,
+                    "without it no container can use a GPU",
+                    "install the driver, or name its root as paths.driverRoot in the node file",
+                )
+                .at(&paths.driver_root),
+            );
             None
         }
     };
@@ -120,17 +126,20 @@ pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path
     let settings = containerd::ask(containerd, containerd_config);
     let version = match &settings {
         Ok(settings) => {
-            settings.judge(paths, &mut findings);
+            settings.judge(paths, containerd_config.unwrap_or(Path::new(CONTAINERD_CONFIG)), &mut findings);
             Some(settings.version.clone())
         }
         Err(reason) => {
             unknown = true;
-            findings.push(Finding::warn(
-                "containerd-unknown",
-                format!("containerd's settings cannot be told: {reason}"),
-                "whether CDI and NRI are on is left open",
-                "name its program with --containerd and its configuration with --containerd-config",
-            ));
+            findings.push(
+                Finding::warn(
+                    "containerd-unknown",
+                    format!("containerd's settings cannot be told: {reason}"),
+                    "whether CDI and NRI are on is left open",
+                    "name its program with --containerd and its configuration with --containerd-config",
+                )
+                .at(containerd),
+            );
             None
         }
     };
@@ -198,35 +207,63 @@ fn check_shim(paths: &Paths, driver: Option<&Driver>, findings: &mut Vec<Finding
             .at(&path),
         );
     }
-    let Some(driver) = driver else { return };
-    let covered = Covered::of(&facts);
-    let new: Vec<&String> = driver
-        .exports
-        .iter()
-        .filter(|name| function(name).is_none() && name.starts_with("cu") && !name.starts_with("cudbg"))
-        .filter(|name| !covered.0.contains(*name))
-        .collect();
-    if new.is_empty() {
-        return;
+    if let Some(driver) = driver {
+        let covered = Covered::of(&facts);
+        findings.extend(news(driver, &covered, &LIBCUDA).map(|finding| finding.at(&path)));
+        findings.extend(news(driver, &covered, &NVML).map(|finding| finding.at(&path)));
     }
-    // A guess by the name, to say how pressing it is.
-    let takes =
-        |name: &&&String| ["Alloc", "Create", "Reserve", "Import"].iter().any(|part| name.contains(part));
-    let launches = |name: &&&String| name.contains("Launch");
-    let (memory, launch) = (new.iter().filter(takes).count(), new.iter().filter(launches).count());
-    let names = new.iter().take(SHOWN).map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
+}
+
+/// A library of the driver, and what its functions' names tell of what they do: a guess, to say how pressing it is.
+struct Library {
+    /// Stable name of the finding.
+    id: &'static str,
+    is_of_it: fn(&str) -> bool,
+    /// Kinds of functions that matter, each with parts of their names.
+    kinds: [(&'static str, &'static [&'static str]); 2],
+    why: &'static str,
+}
+
+const LIBCUDA: Library = Library {
+    id: "driver-newer-than-shim",
+    // The debugger's interface is none of the shim's.
+    is_of_it: |name| name.starts_with("cu") && !name.starts_with("cudbg"),
+    kinds: [("take memory", &["Alloc", "Create", "Reserve", "Import"]), ("launch", &["Launch"])],
+    why: "they are passed through; those that take memory or launch work are not counted",
+};
+
+const NVML: Library = Library {
+    id: "nvml-newer-than-shim",
+    is_of_it: |name| name.starts_with("nvml"),
+    kinds: [("tell of memory", &["Memory", "Bar1"]), ("tell of processes", &["Process", "Accounting"])],
+    why: "they are passed through; those that tell of memory or processes tell of the whole GPU, not of the share",
+};
+
+/// What the driver has in `library` that the shim does not know.
+fn news(driver: &Driver, covered: &Covered, library: &Library) -> Option<Finding> {
+    let exports = driver.exports.iter().filter(|name| (library.is_of_it)(name));
+    let new: Vec<&String> =
+        exports.filter(|name| function(name).is_none() && !covered.0.contains(*name)).collect();
+    let is_any = |name: &str, parts: &[&str]| parts.iter().any(|part| name.contains(part));
+    let counts = library.kinds.map(|(_, parts)| new.iter().filter(|name| is_any(name, parts)).count());
+    // Those that matter first.
+    let (mut shown, others): (Vec<&String>, Vec<&String>) =
+        new.iter().partition(|name| library.kinds.iter().any(|(_, parts)| is_any(name, parts)));
+    shown.extend(others);
+    let names = shown.iter().take(SHOWN).map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
     let what = format!(
         "driver {} has {} functions that this version does not know: {names}{}",
         driver.version,
         new.len(),
         if new.len() > SHOWN { ", …" } else { "" }
     );
-    let why = "they are passed through; those that take memory or launch work are not counted";
+    let [(first, _), (second, _)] = library.kinds;
     let remedy = format!(
-        "install a newer version of vcuda; {memory} may take memory, {launch} may launch, by their names"
+        "install a newer version of vcuda; {} may {first}, {} may {second}, by their names",
+        counts[0], counts[1]
     );
-    let severity = if memory + launch > 0 { Severity::Warn } else { Severity::Info };
-    findings.push(Finding::new(severity, "driver-newer-than-shim", what, why, remedy).at(&path));
+    let severity = if counts.iter().sum::<usize>() > 0 { Severity::Warn } else { Severity::Info };
+    (!new.is_empty()).then(|| Finding::new(severity, library.id, what, library.why, remedy))
 }
 
 fn check_hook(paths: &Paths, findings: &mut Vec<Finding>) {
@@ -377,12 +414,15 @@ fn check_inventory(paths: &Paths, findings: &mut Vec<Finding>) -> usize {
     let inventory = match Inventory::load(&paths.inventory()) {
         Ok(inventory) => inventory,
         Err(error) => {
-            findings.push(Finding::refuse(
-                "inventory-missing",
-                error.to_string(),
-                "vcuda-nri-plugin binds no share without it",
-                "start vcuda-device-plugin on this node",
-            ));
+            findings.push(
+                Finding::refuse(
+                    "inventory-missing",
+                    error.to_string(),
+                    "vcuda-nri-plugin binds no share without it",
+                    "start vcuda-device-plugin on this node",
+                )
+                .at(&paths.inventory()),
+            );
             return 0;
         }
     };
@@ -398,12 +438,15 @@ fn check_inventory(paths: &Paths, findings: &mut Vec<Finding>) -> usize {
         );
     }
     if inventory.gpus.is_empty() {
-        findings.push(Finding::refuse(
-            "gpus-none",
-            "no GPU is on offer",
-            "no pod with a share can run here",
-            "see `nvidia-smi -L`, and gpus.exclude in the node file",
-        ));
+        findings.push(
+            Finding::refuse(
+                "gpus-none",
+                "no GPU is on offer",
+                "no pod with a share can run here",
+                "see `nvidia-smi -L`, and gpus.exclude in the node file",
+            )
+            .at(&paths.inventory()),
+        );
     }
     inventory.gpus.len()
 }

@@ -37,6 +37,9 @@ pub struct Seen {
     /// Its layers as they lie on this node, by name, where they are known: a tag may have moved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<String>,
+    /// The program that was started, without links in its path, where it was found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<PathBuf>,
     /// How it fared the last time.
     pub verdict: Verdict,
     /// Whether its container was started all the same.
@@ -112,18 +115,25 @@ pub fn folder(state: &Path) -> PathBuf {
     state.join("verdicts")
 }
 
-/// Remembers that `image`, made of `layers`, was looked at for `pod`.
+/// An image that was looked at. What its fields mean: [`Seen`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Looked<'a> {
+    /// Its name.
+    pub image: &'a str,
+    /// Its layers.
+    pub layers: Option<String>,
+    /// What is started.
+    pub program: Option<PathBuf>,
+    /// For which pod.
+    pub pod: String,
+}
+
+/// Remembers what was found in an image, and whether its container was started.
 ///
 /// # Errors
 /// The folder cannot be written.
-pub fn remember(
-    state: &Path,
-    image: &str,
-    layers: Option<String>,
-    pod: String,
-    findings: &[Finding],
-    started: bool,
-) -> io::Result<()> {
+pub fn remember(state: &Path, looked: Looked<'_>, findings: &[Finding], started: bool) -> io::Result<()> {
+    let Looked { image, layers, program, pod } = looked;
     let folder = folder(state);
     let image: String = image.chars().filter(|c| !c.is_control()).take(MAX_NAME).collect();
     let path = folder.join(file_name(&image, layers.as_deref()));
@@ -148,6 +158,7 @@ pub fn remember(
         starts: before.map_or(0, |seen| seen.starts).saturating_add(1),
         image,
         layers,
+        program,
     };
     put(&path, &serde_json::to_vec(&seen)?)
 }
@@ -258,13 +269,25 @@ mod tests {
         Finding::refuse("libc-musl", "it is musl", "that is no good", "use another")
     }
 
+    fn note(
+        state: &tempfile::TempDir,
+        image: &str,
+        layers: Option<&str>,
+        pod: &str,
+        findings: &[Finding],
+        started: bool,
+    ) -> io::Result<()> {
+        let layers = layers.map(Into::into);
+        remember(state.path(), Looked { image, layers, program: None, pod: pod.into() }, findings, started)
+    }
+
     #[test]
     fn an_image_is_remembered_with_its_last_verdict() {
         let state = tempfile::tempdir().unwrap();
         assert!(list(state.path()).unwrap().is_empty());
-        remember(state.path(), "a:1", None, "x/p".into(), &[musl()], false).unwrap();
-        remember(state.path(), "b:1", None, "x/q".into(), &[], true).unwrap();
-        remember(state.path(), "a:1", None, "x/r".into(), &[musl()], true).unwrap();
+        note(&state, "a:1", None, "x/p", &[musl()], false).unwrap();
+        note(&state, "b:1", None, "x/q", &[], true).unwrap();
+        note(&state, "a:1", None, "x/r", &[musl()], true).unwrap();
         let seen = list(state.path()).unwrap();
         assert_eq!(seen.len(), 2);
         let a = seen.iter().find(|seen| seen.image == "a:1").unwrap();
@@ -279,9 +302,9 @@ mod tests {
     #[test]
     fn one_name_with_other_layers_is_another_image() {
         let state = tempfile::tempdir().unwrap();
-        remember(state.path(), "a:1", Some("0a".into()), "x/p".into(), &[musl()], false).unwrap();
-        remember(state.path(), "a:1", Some("0b".into()), "x/p".into(), &[], true).unwrap();
-        remember(state.path(), "a:1", Some("0b".into()), "x/p".into(), &[], true).unwrap();
+        note(&state, "a:1", Some("0a"), "x/p", &[musl()], false).unwrap();
+        note(&state, "a:1", Some("0b"), "x/p", &[], true).unwrap();
+        note(&state, "a:1", Some("0b"), "x/p", &[], true).unwrap();
         let mut seen = list(state.path()).unwrap();
         seen.sort_by_key(|seen| seen.starts);
         let of: Vec<_> = seen.iter().map(|seen| (seen.layers.as_deref().unwrap(), seen.starts)).collect();
@@ -293,7 +316,7 @@ mod tests {
     #[test]
     fn metrics_hold_whatever_an_image_is_called() {
         let state = tempfile::tempdir().unwrap();
-        remember(state.path(), "a\"b\\c", Some("0a".into()), "x/p".into(), &[musl()], false).unwrap();
+        note(&state, "a\"b\\c", Some("0a"), "x/p", &[musl()], false).unwrap();
         let text = metrics(&list(state.path()).unwrap());
         let image = r#"image="a\"b\\c",layers="0a""#;
         let starts =
@@ -309,13 +332,13 @@ mod tests {
     fn names_of_any_kind_stay_in_the_folder_and_their_number_is_bounded() {
         let state = tempfile::tempdir().unwrap();
         for image in ["../../etc/passwd", "", "a\nb", &"x".repeat(10_000)] {
-            remember(state.path(), image, None, "x/p".into(), &[], true).unwrap();
+            note(&state, image, None, "x/p", &[], true).unwrap();
         }
         let seen = list(state.path()).unwrap();
         assert_eq!(seen.len(), 4);
         assert!(seen.iter().all(|seen| seen.image.len() <= MAX_NAME && !seen.image.contains('\n')));
         for n in 0..MAX_IMAGES + 20 {
-            remember(state.path(), &n.to_string(), None, "x/p".into(), &[], true).unwrap();
+            note(&state, &n.to_string(), None, "x/p", &[], true).unwrap();
         }
         assert_eq!(list(state.path()).unwrap().len(), MAX_IMAGES);
     }
@@ -323,7 +346,7 @@ mod tests {
     #[test]
     fn files_that_are_none_are_left_out() {
         let state = tempfile::tempdir().unwrap();
-        remember(state.path(), "a", None, "x/p".into(), &[], true).unwrap();
+        note(&state, "a", None, "x/p", &[], true).unwrap();
         fs::write(folder(state.path()).join("0000000000000000.json"), "{").unwrap();
         fs::write(folder(state.path()).join("x.tmp"), "{}").unwrap();
         assert_eq!(list(state.path()).unwrap().len(), 1);

@@ -176,20 +176,23 @@ impl<F: Files> Seen<F> {
     }
 }
 
-/// What is known of an image without its files: what was found in it once, and why it was refused then for a reason
-/// that no driver changes.
-pub fn remembered(survey: &Survey, subject: String, refused: Option<String>, node: &Node) -> Report {
+/// What is known of an image without its files: what was found in it once, which program was `started` from it, and why
+/// it was refused then for a reason that no driver changes.
+pub fn remembered(
+    survey: &Survey,
+    subject: String,
+    started: Option<&Path>,
+    refused: Option<String>,
+    node: &Node,
+) -> Report {
     let machine = node.shim.machine;
-    let against = Against {
-        driver: node.driver.as_ref(),
-        covered: &node.covered,
-        machine,
-        started: None,
-        gpus: &node.gpus,
-    };
+    let against =
+        Against { driver: node.driver.as_ref(), covered: &node.covered, machine, started, gpus: &node.gpus };
     let mut findings = survey.judge(against);
     findings.extend(refused.map(|reason| {
-        Finding::refuse("image-unfit", reason, "so this node's guard found at its last start", "see there")
+        let why = "this node's guard found so at its last start, and no driver changes it";
+        let remedy = "as it says; `vcuda-check image` on its file tells all that is in it";
+        Finding::refuse("image-unfit", reason, why, remedy).at(started.unwrap_or(Path::new("/")))
     }));
     report(survey, subject, node, findings, None)
 }
@@ -349,12 +352,15 @@ fn loaded_first<F: Files + ?Sized>(
         let own = preload.split([':', ' ']).filter(|library| !library.is_empty() && !is_shim(library));
         let preload: String = own.collect::<Vec<_>>().join(":").chars().take(200).collect();
         if !preload.is_empty() {
-            findings.push(Finding::info(
-                "preload-env",
-                format!("LD_PRELOAD is set: {preload}"),
-                "it is kept; the shim is put before it",
-                "nothing",
-            ));
+            findings.push(
+                Finding::info(
+                    "preload-env",
+                    format!("LD_PRELOAD is set: {preload}"),
+                    "it is kept; the shim is put before it",
+                    "nothing",
+                )
+                .at(started.unwrap_or(Path::new("/"))),
+            );
         }
     }
     let loader =

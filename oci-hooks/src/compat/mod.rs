@@ -46,7 +46,7 @@ pub struct Finding {
     pub severity: Severity,
     /// What was found.
     pub what: String,
-    /// In which file, as the container sees it.
+    /// In which file or folder, as the container sees it, or the node where it is about that.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
     /// Why it matters.
@@ -98,8 +98,26 @@ impl Finding {
         self
     }
 
-    /// One sentence: thing, reason, remedy.
+    /// One sentence: thing and where it is, reason, remedy.
     pub fn sentence(&self) -> String {
-        format!("{}; {} [{}]; {}", self.what, self.why, self.id, self.remedy)
+        let file = self.file.as_deref().map(|file| file.display().to_string());
+        // Many a thing is named by its file, and what is about the whole image by none.
+        let file = file.filter(|file| file != "/" && !self.what.contains(file.as_str()));
+        let file = file.map(|file| format!(" ({file})")).unwrap_or_default();
+        format!("{}{file}; {} [{}]; {}", self.what, self.why, self.id, self.remedy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sentence_says_where_a_thing_is_once() {
+        let of =
+            |what: &str, file: &str| Finding::warn("an-id", what, "why", "do").at(Path::new(file)).sentence();
+        assert_eq!(of("it is broken", "/lib/x.so"), "it is broken (/lib/x.so); why [an-id]; do");
+        assert_eq!(of("/lib/x.so is broken", "/lib/x.so"), "/lib/x.so is broken; why [an-id]; do");
+        assert_eq!(of("there is none", "/"), "there is none; why [an-id]; do");
     }
 }

@@ -85,7 +85,8 @@ pub fn judge<F: Files + ?Sized>(files: &F, command: &Command, shim: Shim) -> Res
     if findings.iter().all(|finding| finding.id != "libc-musl") {
         findings.extend(judge_libc(files, command, shim)?.map(|finding| match (&finding.file, &program) {
             (None, Some((path, _))) => finding.at(path),
-            _ => finding,
+            (None, None) => finding.at(Path::new("/")),
+            (Some(_), _) => finding,
         }));
     }
     Ok(findings)
@@ -248,6 +249,7 @@ fn program<F: Files + ?Sized>(
             "what is started could not be looked at; the runtime will not find it either, unless a volume brings it",
             "check the container's command",
         )
+        .at(Path::new(if name.is_empty() { "/" } else { name }))
     };
     let Some(name) = command.args.first() else { return Ok(Err(missing(""))) };
     let mut name = name.clone();

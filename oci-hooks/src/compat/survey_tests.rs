@@ -3,6 +3,7 @@ use std::{collections::BTreeSet, io::Write};
 use super::{judge::STUB_BYTES, *};
 use crate::compat::{
     Severity,
+    check::{Node, Verdict, remembered},
     cuda::{Covered, Driver},
     elf::Depth,
     elf_maker::Maker,
@@ -40,6 +41,7 @@ fn judge(survey: &Survey, driver: Option<&Driver>, covered: &[&str]) -> Vec<(&'s
             gpus: &BTreeSet::from([80]),
         })
         .iter()
+        .inspect(|finding| assert!(finding.file.is_some(), "{finding:?}"))
         .map(|finding| (finding.id, finding.severity))
         .collect()
 }
@@ -123,6 +125,14 @@ fn a_linked_function_that_the_driver_lacks_is_told_by_when_it_fails() {
         [("symbol-missing", Severity::Refuse)],
         "it is what is started"
     );
+
+    // From memory, without its files: it is known what is started, so it is refused as the guard would refuse it.
+    let mut node = Node::without_shim();
+    node.driver = Some(old);
+    let verdict = |started| remembered(&image, "image".into(), started, None, &node).verdict;
+    assert_eq!(verdict(Some(Path::new("/bin/app"))), Verdict::DoesNotFit);
+    assert_eq!(verdict(Some(Path::new("/bin/sh"))), Verdict::Fits);
+    assert_eq!(verdict(None), Verdict::Fits);
 }
 
 #[test]

@@ -1,7 +1,11 @@
 //! The image in the guard's eyes: what is started, and all that the image has, against the shim and the driver that
 //! the container gets. An image that the node has seen is known by its layers; another one is gone through once.
 
-use std::{collections::BTreeSet, path::Path, time::Duration};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use region::place;
 
@@ -28,6 +32,8 @@ pub(super) struct Looked {
     pub findings: Vec<Finding>,
     /// The image's layers by name, where they are known to be what the container has.
     pub layers: Option<String>,
+    /// The program that is started, where it was found.
+    pub started: Option<PathBuf>,
 }
 
 /// Looks at the image at `rootfs`, from which `command` is to be started under the shim in the file `shim`, with a
@@ -81,17 +87,20 @@ pub(super) fn look(
                 findings.extend(found);
             }
             // From a part of an image nothing can be said of its runtimes: another part may have what is missing.
-            Unseen::Some(reason) | Unseen::Most(reason) => findings.push(Finding::warn(
-                "image-unseen",
-                format!("the image was not looked at whole: {reason}"),
-                "whether its CUDA runtimes fit this node's driver is left open",
-                "check it with `vcuda-check image` before it is rolled out",
-            )),
+            Unseen::Some(reason) | Unseen::Most(reason) => findings.push(
+                Finding::warn(
+                    "image-unseen",
+                    format!("the image was not looked at whole: {reason}"),
+                    "whether its CUDA runtimes fit this node's driver is left open",
+                    "check it with `vcuda-check image` before it is rolled out",
+                )
+                .at(Path::new("/")),
+            ),
         }
     }
     findings.retain(|finding| finding.severity > Severity::Info);
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
-    Ok(Looked { findings, layers: layers.map(|layers| layers.id()) })
+    Ok(Looked { findings, layers: layers.map(|layers| layers.id()), started })
 }
 
 /// The node's own shim.

@@ -123,45 +123,54 @@ fn numbers(version: &str) -> (u32, u32) {
 }
 
 impl Settings {
-    pub(super) fn judge(&self, paths: &Paths, findings: &mut Vec<Finding>) {
+    pub(super) fn judge(&self, paths: &Paths, config: &Path, findings: &mut Vec<Finding>) {
         if !self.cdi {
             findings.push(Finding::refuse(
                 "cdi-off",
                 format!("CDI is off in containerd {}", self.version),
                 "containers with shares get neither driver nor guard: kubelet's CDI devices are not resolved",
                 "set enable_cdi = true in containerd's CRI section and restart it",
-            ));
+            ).at(config));
         }
         let same = |folder: &PathBuf| real(folder) == real(&paths.cdi);
         if self.cdi && !self.cdi_folders.iter().any(same) {
-            findings.push(Finding::refuse(
-                "cdi-folder-unknown",
-                format!("{} is not among containerd's cdi_spec_dirs", paths.cdi.display()),
-                "it does not find the specification of shares, and containers with shares fail",
-                "add it there and restart containerd, or correct paths.cdi in the node file",
-            ));
+            findings.push(
+                Finding::refuse(
+                    "cdi-folder-unknown",
+                    format!("{} is not among containerd's cdi_spec_dirs", paths.cdi.display()),
+                    "it does not find the specification of shares, and containers with shares fail",
+                    "add it there and restart containerd, or correct paths.cdi in the node file",
+                )
+                .at(config),
+            );
         }
         if !self.nri {
-            findings.push(Finding::refuse(
-                "nri-off",
-                format!("NRI is off in containerd {}", self.version),
-                "no share is ever bound, and the guard refuses every container with one",
-                "set disable = false in the section io.containerd.nri.v1.nri and restart containerd",
-            ));
+            findings.push(
+                Finding::refuse(
+                    "nri-off",
+                    format!("NRI is off in containerd {}", self.version),
+                    "no share is ever bound, and the guard refuses every container with one",
+                    "set disable = false in the section io.containerd.nri.v1.nri and restart containerd",
+                )
+                .at(config),
+            );
         }
         if let Some(socket) =
             self.nri_socket.as_ref().filter(|socket| real(socket) != real(&paths.nri_socket))
         {
-            findings.push(Finding::refuse(
-                "nri-socket-other",
-                format!(
-                    "containerd's NRI socket is {}, the node file has {}",
-                    socket.display(),
-                    paths.nri_socket.display()
-                ),
-                "vcuda-nri-plugin waits at the wrong door",
-                "set paths.nriSocket in the node file",
-            ));
+            findings.push(
+                Finding::refuse(
+                    "nri-socket-other",
+                    format!(
+                        "containerd's NRI socket is {}, the node file has {}",
+                        socket.display(),
+                        paths.nri_socket.display()
+                    ),
+                    "vcuda-nri-plugin waits at the wrong door",
+                    "set paths.nriSocket in the node file",
+                )
+                .at(config),
+            );
         }
     }
 }
@@ -189,7 +198,7 @@ mod tests {
 
     fn ids(settings: &Settings) -> Vec<&'static str> {
         let mut findings = Vec::new();
-        settings.judge(&Paths::default(), &mut findings);
+        settings.judge(&Paths::default(), Path::new("/etc/containerd/config.toml"), &mut findings);
         findings.iter().map(|finding| finding.id).collect()
     }
 

@@ -186,4 +186,56 @@ fn functions_of_the_driver_that_the_shim_does_not_know_are_told() {
         finding.what.contains("cuQuantumAlloc") && finding.remedy.contains("1 may take memory"),
         "{finding:?}"
     );
+
+    // NVML's come with their own categories, those that matter first.
+    let nvml = |exports| Maker { soname: Some("libnvidia-ml.so.1"), exports, ..Maker::default() };
+    let library = node.folder.path().join("driver/usr/lib64/libnvidia-ml.so.550.1");
+    let told = |exports: Vec<&'static str>| {
+        write(&library, &nvml(exports).make());
+        let report = check(&node.file, Path::new("/no/containerd"), None);
+        report.findings.into_iter().find(|finding| finding.id == "nvml-newer-than-shim")
+    };
+    let finding =
+        told(vec!["nvmlDeviceGetFan", "nvmlDeviceGetMemoryInfo_v9", "nvmlDeviceGetProcesses"]).unwrap();
+    assert_eq!(finding.severity, Severity::Warn);
+    assert!(
+        finding
+            .what
+            .contains("not know: nvmlDeviceGetMemoryInfo_v9, nvmlDeviceGetProcesses, nvmlDeviceGetFan")
+    );
+    assert!(finding.remedy.contains("1 may tell of memory, 1 may tell of processes"), "{finding:?}");
+    assert_eq!(told(vec!["nvmlDeviceGetFan"]).unwrap().severity, Severity::Info);
+    assert_eq!(told(vec![]), None);
+}
+
+/// Whoever reads a report, a person or a program, is told of each finding all that there is.
+#[test]
+fn every_finding_says_what_where_why_and_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let paths = Paths {
+        driver_root: at("driver"),
+        state: at("state"),
+        cdi: at("cdi"),
+        install: at("install"),
+        kubelet: at("kubelet"),
+        nri_socket: at("nri.sock"),
+        ..Paths::default()
+    };
+    // Nothing is there, and containerd answers that all is off.
+    let containerd = at("containerd");
+    let answer = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'containerd github.com/x v1.7.1 y' && exit\n\
+        echo 'version = 2\n[plugins]\n[plugins.\"io.containerd.nri.v1.nri\"]\ndisable = true\n\
+        socket_path = \"/x\"'\n";
+    write(&containerd, answer.as_bytes());
+    let file = NodeFile { paths, ..NodeFile::default() };
+    let mut findings = check(&file, &containerd, None).findings;
+    findings.extend(check(&file, Path::new("/no/containerd"), None).findings);
+    for id in ["driver-missing", "inventory-missing", "containerd-unknown", "nri-off", "nri-socket-other"] {
+        assert!(findings.iter().any(|finding| finding.id == id), "{id}: {findings:?}");
+    }
+    for finding in findings {
+        assert!(finding.file.is_some(), "{finding:?}");
+        assert!(![finding.what.as_str(), finding.why, &finding.remedy].contains(&""), "{finding:?}");
+    }
 }

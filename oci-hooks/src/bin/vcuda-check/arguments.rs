@@ -67,6 +67,10 @@ pub(super) enum What {
         /// Its configuration, where it is not the usual one.
         #[arg(long, value_name = "FILE")]
         containerd_config: Option<PathBuf>,
+        /// Root of another driver than the installed one, or the folder of its libraries: what it has that the shim does
+        /// not know.
+        #[arg(long, value_name = "DIR")]
+        driver: Option<PathBuf>,
         #[command(flatten)]
         common: Common,
     },
@@ -74,7 +78,7 @@ pub(super) enum What {
     #[command(after_help = EXIT_CODES)]
     List {
         /// Write metrics, as node_exporter's textfile collector reads them.
-        #[arg(long)]
+        #[arg(long, conflicts_with = "output")]
         metrics: bool,
         #[command(flatten)]
         common: Common,

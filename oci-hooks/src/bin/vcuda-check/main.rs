@@ -75,8 +75,12 @@ fn run(what: &What) -> Result<Verdict> {
             let seen = check::rootfs(root, subject, command, limits, Some(&scans), &mut progress())?;
             answer(&seen.report(&node), common.output)
         }
-        What::Node { containerd, containerd_config, common } => {
-            let report = node::check(&common.load()?, containerd, containerd_config.as_deref());
+        What::Node { containerd, containerd_config, driver, common } => {
+            let mut file = common.load()?;
+            if let Some(driver) = driver {
+                file.paths.driver_root.clone_from(driver);
+            }
+            let report = node::check(&file, containerd, containerd_config.as_deref());
             output(&report, common.output, print::node)?;
             Ok(report.verdict)
         }
@@ -201,7 +205,9 @@ fn remembered(seen: &verdicts::Seen, nodes: &[Node], scans: &Scans) -> Row {
         "what is in it was not kept, since it is no overlay or was not seen whole; check its file with --list".to_owned()
     });
     let refused = seen.unfit_on_any_driver();
-    let report = |survey: &Survey, node| check::remembered(survey, seen.image.clone(), refused.clone(), node);
+    let report = |survey: &Survey, node| {
+        check::remembered(survey, seen.image.clone(), seen.program.as_deref(), refused.clone(), node)
+    };
     let reports =
         survey.iter().flat_map(|survey| nodes.iter().map(move |node| report(survey, node))).collect();
     Row { subject: seen.image.clone(), reports, error }

@@ -52,13 +52,16 @@ pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
         }
         for (node, report) in nodes.iter().zip(&row.reports) {
             let driver = node.driver.as_ref().map_or("no driver", |driver| &driver.version);
-            let ids: Vec<&str> = report
-                .findings
-                .iter()
-                .filter(|finding| finding.severity > Severity::Info)
-                .map(|finding| finding.id)
-                .collect();
+            let loud = || report.findings.iter().filter(|finding| finding.severity > Severity::Info);
+            let mut ids: Vec<&str> = loud().map(|finding| finding.id).collect();
+            ids.dedup();
             text.push_str(&format!("  {driver:<16}  {:<17}  {}\n", word(report.verdict), ids.join(", ")));
+            for finding in loud().filter(|finding| finding.severity == Severity::Refuse) {
+                text.push_str(&format!("    {}\n", finding.sentence()));
+            }
+            if let Some(incomplete) = &report.incomplete {
+                text.push_str(&format!("    not seen whole: {incomplete}\n"));
+            }
         }
     }
     text
@@ -67,8 +70,9 @@ pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
 pub(super) fn seen(seen: &[Seen]) -> String {
     let line = |seen: &Seen| {
         let started = if seen.started { "started" } else { "refused" };
+        let reason = seen.reason.as_deref().map(|reason| format!("    {reason}\n")).unwrap_or_default();
         format!(
-            "{}\n  {:<17}  {started}, {} times, last for pod {}  {}\n",
+            "{}\n  {:<17}  {started}, {} times, last for pod {}  {}\n{reason}",
             seen.image,
             word(seen.verdict),
             seen.starts,

@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use super::{
@@ -12,7 +12,7 @@ use super::{
         fatbin::Serves,
         start::machine,
     },
-    Linked, Survey,
+    Few, Linked, Survey,
 };
 
 /// Names that one finding shows.
@@ -45,12 +45,16 @@ impl Survey {
             self.judge_missing(driver, against.started, &mut findings);
             self.judge_asked(driver, &mut findings);
         } else if self.has_cuda() {
-            findings.push(Finding::info(
-                "driver-unknown",
-                "no driver was found to compare with",
-                "whether its CUDA runtimes fit the driver is left open",
-                "name a driver's root with --driver",
-            ));
+            let users = self.users().chain(self.libcudas.kept.iter().map(|(path, _)| path.as_path()));
+            findings.push(
+                Finding::info(
+                    "driver-unknown",
+                    "no driver was found to compare with",
+                    "whether its CUDA runtimes fit the driver is left open",
+                    "name a driver's root with --driver",
+                )
+                .at(users.min().unwrap_or(Path::new("/"))),
+            );
         }
         self.judge_several(&mut findings);
         self.judge_gpu_code(against.gpus, against.driver, &mut findings);
@@ -177,14 +181,20 @@ impl Survey {
         for (path, runtime) in brought {
             majors.entry(runtime.cuda.major()).or_insert(path);
         }
-        if majors.len() > 1 {
+        if let Some((_, first)) = majors.first_key_value().filter(|_| majors.len() > 1) {
             let each = majors.iter().map(|(major, path)| format!("CUDA {major} ({})", path.display()));
-            findings.push(Finding::info(
-                "cuda-runtimes-several",
-                format!("the image brings runtimes of several lines: {}", shown(each, majors.len() as u64)),
-                "which one a program takes is its own choice, and each needs its own driver",
-                "nothing, if the driver serves the newest of them",
-            ));
+            findings.push(
+                Finding::info(
+                    "cuda-runtimes-several",
+                    format!(
+                        "the image brings runtimes of several lines: {}",
+                        shown(each, majors.len() as u64)
+                    ),
+                    "which one a program takes is its own choice, and each needs its own driver",
+                    "nothing, if the driver serves the newest of them",
+                )
+                .at(first),
+            );
         }
     }
 
@@ -377,49 +387,62 @@ impl Survey {
                 .at(path),
             );
         }
-        if self.statics.count > 0 {
-            let mut paths: Vec<_> = self.statics.kept.iter().map(|path| path.display().to_string()).collect();
-            paths.sort();
-            findings.push(Finding::info(
-                "programs-static",
-                format!("static programs: {}", shown(paths, self.statics.count)),
-                "the shim is not loaded into them; CUDA from within is only seen where they open libcuda.so.1",
-                "nothing, if they do not use CUDA",
-            ));
+        let mut statics: Vec<&PathBuf> = self.statics.kept.iter().collect();
+        statics.sort();
+        if let Some(first) = statics.first() {
+            let paths = statics.iter().map(|path| path.display().to_string());
+            findings.push(
+                Finding::info(
+                    "programs-static",
+                    format!("static programs: {}", shown(paths, self.statics.count)),
+                    "the shim is not loaded into them; CUDA from within is only seen where they open libcuda.so.1",
+                    "nothing, if they do not use CUDA",
+                )
+                .at(first),
+            );
         }
     }
 
     fn judge_broken(&self, of: u16, findings: &mut Vec<Finding>) {
-        if self.broken.count > 0 {
-            let mut paths: Vec<_> = self
-                .broken
-                .kept
-                .iter()
-                .map(|(path, reason)| format!("{} ({reason})", path.display()))
-                .collect();
-            paths.sort();
-            findings.push(Finding::info(
-                "elf-broken",
-                format!("not what they say they are: {}", shown(paths, self.broken.count)),
-                "no loader takes them",
-                "nothing, if they are test data or debug symbols",
-            ));
+        let (broken, count) = (sorted(&self.broken), self.broken.count);
+        if let Some((first, _)) = broken.first() {
+            findings.push(
+                Finding::info(
+                    "elf-broken",
+                    format!("not what they say they are: {}", shown(broken.iter().map(with_reason), count)),
+                    "no loader takes them",
+                    "nothing, if they are test data or debug symbols",
+                )
+                .at(first),
+            );
         }
-        if self.unreadable.count > 0 {
-            let paths =
-                self.unreadable.kept.iter().map(|(path, reason)| format!("{} ({reason})", path.display()));
-            findings.push(Finding::warn(
-                "file-unreadable",
-                format!(
-                    "could not be read while looking for what is for {}: {}",
-                    machine(of, 64),
-                    shown(paths, self.unreadable.count)
-                ),
-                "what is in them is left open",
-                "run as root, and look at the disk",
-            ));
+        let (unreadable, count) = (sorted(&self.unreadable), self.unreadable.count);
+        if let Some((first, _)) = unreadable.first() {
+            findings.push(
+                Finding::warn(
+                    "file-unreadable",
+                    format!(
+                        "could not be read while looking for what is for {}: {}",
+                        machine(of, 64),
+                        shown(unreadable.iter().map(with_reason), count)
+                    ),
+                    "what is in them is left open",
+                    "run as root, and look at the disk",
+                )
+                .at(first),
+            );
         }
     }
+}
+
+fn sorted(few: &Few<(PathBuf, String)>) -> Vec<&(PathBuf, String)> {
+    let mut files: Vec<_> = few.kept.iter().collect();
+    files.sort();
+    files
+}
+
+fn with_reason((path, reason): &&(PathBuf, String)) -> String {
+    format!("{} ({reason})", path.display())
 }
 
 fn others(count: u64) -> String {
