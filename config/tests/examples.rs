@@ -1,6 +1,6 @@
 //! The files under `examples/` are what people copy, so they must be right.
 
-use std::path::Path;
+use std::{fs, os::unix::fs::MetadataExt, path::Path, process::Command};
 
 use vcuda_config::{MEMORY_UNIT_BYTES, NodeFile, Resources};
 
@@ -17,7 +17,7 @@ fn the_example_node_file_shows_the_defaults() {
 
 #[test]
 fn the_example_pod_asks_under_the_default_names() {
-    let pod = std::fs::read_to_string(example("pod.yaml")).unwrap();
+    let pod = fs::read_to_string(example("pod.yaml")).unwrap();
     let names = Resources::default();
     assert!(pod.contains(&format!("{}: \"20\"", names.core_name())));
     assert!(pod.contains(&format!("{}: \"32\"", names.memory_name())));
@@ -28,12 +28,52 @@ fn the_example_pod_asks_under_the_default_names() {
 fn systemd_never_gives_up_on_a_daemon() {
     for unit in ["vcuda-device-plugin.service", "vcuda-nri-plugin.service"] {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/systemd").join(unit);
-        let text = std::fs::read_to_string(path).unwrap();
+        let text = fs::read_to_string(path).unwrap();
         let (before, service) = text.split_once("[Service]").unwrap();
         // It is a key of [Unit]; anywhere else systemd ignores it.
         assert!(before.lines().any(|line| line == "StartLimitIntervalSec=0"), "{unit}");
         assert!(service.lines().any(|line| line == "Restart=always"), "{unit}");
     }
+}
+
+/// The DaemonSet's init container puts a version's folder there whole, whatever an earlier attempt has left, and never
+/// touches one that is there.
+#[test]
+fn the_daemonset_installs_a_version_whole_and_once() {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/daemonset.yaml");
+    let text = fs::read_to_string(manifest).unwrap();
+    let (_, script) = text.split_once("            - |\n").unwrap();
+    let script: Vec<&str> = script.lines().map_while(|line| line.strip_prefix("              ")).collect();
+    assert!(script.first().unwrap().starts_with("to=/host/usr/local/vcuda/"), "{script:?}");
+
+    let folder = tempfile::tempdir().unwrap();
+    let (host, image) = (folder.path().join("host"), folder.path().join("image"));
+    for (file, content) in [("bin/vcuda-hook", "hook"), ("lib/libvcuda_preload.so", "shim")] {
+        fs::create_dir_all(image.join(file).parent().unwrap()).unwrap();
+        fs::write(image.join(file), content).unwrap();
+    }
+    let script = script.join("\n");
+    let script = script.replace("/host/", &format!("{}/", host.display()));
+    let script = script.replace(" /vcuda ", &format!(" {} ", image.display()));
+    let install = || Command::new("sh").args(["-euc", &script]).status().unwrap().success();
+    let installed = host.join(NodeFile::default().paths.install.strip_prefix("/").unwrap());
+    let part = installed.with_file_name("0.1.0.part");
+
+    // An attempt that was killed half-way.
+    fs::create_dir_all(part.join("bin")).unwrap();
+    fs::write(part.join("bin/vcuda-hook"), "ho").unwrap();
+    assert!(install());
+    assert_eq!(fs::read_to_string(installed.join("bin/vcuda-hook")).unwrap(), "hook");
+    assert_eq!(fs::read_to_string(installed.join("lib/libvcuda_preload.so")).unwrap(), "shim");
+    assert!(!part.exists());
+
+    // Containers map what is there, so it stays as it is.
+    let inode = || fs::metadata(installed.join("lib/libvcuda_preload.so")).unwrap().ino();
+    let before = inode();
+    fs::write(image.join("lib/libvcuda_preload.so"), "another").unwrap();
+    assert!(install());
+    assert_eq!((inode(), fs::read_dir(&installed).unwrap().count()), (before, 2));
+    assert_eq!(fs::read_to_string(installed.join("lib/libvcuda_preload.so")).unwrap(), "shim");
 }
 
 #[test]
@@ -42,7 +82,7 @@ fn the_manifests_install_this_version() {
     for file in ["daemonset.yaml", "systemd/vcuda-device-plugin.service", "systemd/vcuda-nri-plugin.service"]
     {
         let text =
-            std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(file)).unwrap();
+            fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy").join(file)).unwrap();
         let named = text.match_indices("/usr/local/vcuda/").map(|(at, _)| &text[at..]).collect::<Vec<_>>();
         assert!(!named.is_empty(), "{file}");
         assert!(named.iter().all(|rest| rest.starts_with(&install)), "{file} names another version");
