@@ -29,8 +29,10 @@ driver() {
     rm -rf "$folder" "$folder.part"
     mkdir -p "$folder.part/tree"
     VCUDA_CACHE=$shared "$apt" unpack "$folder.part/tree" "$release" "$@" || exit 1
-    find "$folder.part/tree" -type f \( -name 'libcuda.so.*.*' -o -name 'libnvidia-ml.so.*.*' -o -name nvidia-smi \) \
-        -exec cp -a -t "$folder.part" {} +
+    # Not what is only named alike, below usr/share.
+    find "$folder.part/tree" -path '*/share/*' -prune -o -type f \
+        \( -name 'libcuda.so.*.*' -o -name 'libnvidia-ml.so.*.*' -o -name nvidia-smi \) -exec cp -a -t "$folder.part" {} + ||
+        die "the driver's libraries of $release cannot be copied to $folder.part"
     rm -rf "$folder.part/tree"
     touch "$folder.part/.complete"
     mv "$folder.part" "$folder"
