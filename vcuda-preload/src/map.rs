@@ -83,6 +83,15 @@ impl Map {
         }
     }
 
+    /// Puts what `to` makes of it in the place of every value.
+    pub fn change(&self, to: impl Fn(u64) -> u64) {
+        for shard in &self.shards {
+            for entry in shard.0.lock().entries_mut().iter_mut().filter(|entry| entry.key != 0) {
+                entry.value = to(entry.value);
+            }
+        }
+    }
+
     fn shard(&self, hash: u64) -> &Shard {
         // The top bits; the rest chooses the place within the shard.
         &self.shards[usize::try_from(hash >> (64 - SHARD_BITS)).unwrap_or(0)]
@@ -227,6 +236,8 @@ mod tests {
                     _ => assert_eq!(map.get(key), model.get(&key).copied()),
                 }
             }
+            map.change(|value| value + 2);
+            model.values_mut().for_each(|value| *value += 2);
             let mut drained = HashMap::new();
             map.drain(|_, value| value % 2 == 0, |key, value| assert!(drained.insert(key, value).is_none()));
             assert_eq!(drained, model.iter().filter(|(_, v)| *v % 2 == 0).map(|(k, v)| (*k, *v)).collect());

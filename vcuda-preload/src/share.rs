@@ -358,6 +358,11 @@ impl Share {
         self.state.contexts.remove(context).map(Place::unpack)
     }
 
+    /// The place of a context, if it is known.
+    pub fn place_of(&self, context: Context) -> Option<Place> {
+        self.state.contexts.get(context).map(Place::unpack)
+    }
+
     /// Takes [`Share::forget_context`] back.
     pub fn remember_context(&self, context: Context, place: Place) {
         let _ = self.state.contexts.insert(context, place.pack());
@@ -369,12 +374,31 @@ impl Share {
             return;
         }
         for map in [&self.state.blocks, &self.state.arrays] {
+            // Given back when no part of the map is locked: who lets others have a block locks both the other way round.
+            let mut gone = Vec::new();
             map.drain(
                 |_, word| Block::unpack(word).part_of == PartOf::Context(place.context),
-                |address, word| ipc::give(self, address, Block::unpack(word)),
+                |address, word| gone.push((address, word)),
             );
+            gone.into_iter().for_each(|(address, word)| ipc::give(self, address, Block::unpack(word)));
         }
         ipc::forget_context(self, place.context);
+        self.free_context_number(place.context);
+    }
+
+    /// The context at `place` is gone, and what was allocated in it is that of context number `heir` from now on.
+    pub fn hand_over(&self, place: Place, heir: u16) {
+        if place.context == 0 {
+            return;
+        }
+        for map in [&self.state.blocks, &self.state.arrays] {
+            map.change(|word| {
+                let block = Block::unpack(word);
+                let of_it = block.part_of == PartOf::Context(place.context);
+                if of_it { Block { part_of: PartOf::Context(heir), ..block }.pack() } else { word }
+            });
+        }
+        ipc::hand_over(self, place.context, heir);
         self.free_context_number(place.context);
     }
 }

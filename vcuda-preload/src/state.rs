@@ -52,6 +52,8 @@ pub(crate) struct State {
     pub physical: Locked<Option<Box<Physical>>>,
     /// Not 0 if some of it is leaving sparse arrays.
     pub leaving: AtomicU32,
+    /// Not 0 if this process may be done with memory that it has descriptors of.
+    pub described: AtomicU32,
     /// Pools of stream-ordered memory.
     pub pools: [Pool; POOLS],
     /// How many of them have ever been used.

@@ -303,6 +303,37 @@ fn physical_memory_counts_while_a_multicast_object_uses_it() {
     assert_eq!(model.passed(), 0);
 }
 
+/// The same of logical endpoints, which are numbers.
+#[test]
+fn physical_memory_counts_while_a_logical_endpoint_uses_it() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must("endpoint 3");
+    let [one, two] = [0, 1].map(|_| session.must(&format!("create {}", 2 * MIB)));
+    let address = session.must(&format!("map {two} {}", 2 * MIB));
+    session.must(&format!("endpoint-bind 3 {one} 0"));
+    session.must(&format!("endpoint-bind-address 3 {address} {}", 2 * MIB));
+    session.must(&format!("unmap {address} {}", 2 * MIB));
+    session.must(&format!("release {one}"));
+    session.must(&format!("release {two}"));
+    exact(&model, &mut session, 4 * MIB);
+    session.must("endpoint-unbind 3 1 0");
+    exact(&model, &mut session, 4 * MIB);
+    session.must("endpoint-unbind 3 0 0");
+    exact(&model, &mut session, 2 * MIB);
+    session.must("endpoint-destroy 3");
+    exact(&model, &mut session, 0);
+    // Its number may be another's.
+    session.must("endpoint 3");
+    let three = session.must(&format!("create {}", 2 * MIB));
+    session.must(&format!("endpoint-bind 3 {three} 0"));
+    session.must(&format!("release {three}"));
+    exact(&model, &mut session, 2 * MIB);
+    session.must("endpoint-destroy 3");
+    exact(&model, &mut session, 0);
+    assert_eq!(model.passed(), 0);
+}
+
 /// The driver frees memory with the last process that has it. So its maker pays until then, alive or dead.
 #[test]
 fn what_others_have_stays_accounted_until_they_let_go() {
@@ -356,6 +387,66 @@ fn what_others_have_stays_accounted_until_they_let_go() {
             assert_eq!(model.passed(), 0, "{what}");
         }
     }
+}
+
+/// The driver keeps what a descriptor stands for, a `dma-buf`'s too, though nothing else is left of it.
+#[test]
+fn what_only_a_descriptor_stands_for_stays_accounted_while_this_process_has_it() {
+    let Some(model) = model() else { return };
+    let size = 512 * MIB;
+    let refused = format!("alloc {}", size + 2 * MIB);
+    let mut session = model.ready();
+    for door in ["descriptor", "dma-buf of a block", "dma-buf of physical memory"] {
+        match door {
+            "descriptor" => {
+                let made = session.must(&format!("create {size}"));
+                session.must(&format!("export {made}"));
+                session.must(&format!("release {made}"));
+                // It may come back, and go again.
+                exact(&model, &mut session, size);
+                let again = session.must("import");
+                session.must(&format!("release {again}"));
+            }
+            "dma-buf of a block" => {
+                let made = session.must(&format!("alloc {size}"));
+                session.must(&format!("dma-buf {made} {size}"));
+                session.must(&format!("free {made}"));
+            }
+            _ => {
+                let made = session.must(&format!("create {size}"));
+                let address = session.must(&format!("map {made} {size}"));
+                session.must(&format!("dma-buf {address} {size}"));
+                session.must(&format!("unmap {address} {size}"));
+                session.must(&format!("release {made}"));
+            }
+        }
+        exact(&model, &mut session, size);
+        assert_eq!(session.call(&refused).0, OUT_OF_MEMORY, "{door}");
+        session.must("close-descriptors");
+        let block = session.must(&refused);
+        session.must(&format!("free {block}"));
+        exact(&model, &mut session, 0);
+    }
+    // Who imported it when its maker was gone has it the same way.
+    session.must("listen 1");
+    let mut maker = model.ready();
+    let made = maker.must(&format!("create {size}"));
+    maker.must(&format!("export {made}"));
+    maker.must("send 1");
+    maker.kill();
+    session.must("receive");
+    for _ in 0..2 {
+        let imported = session.must("import");
+        exact(&model, &mut session, size);
+        session.must(&format!("release {imported}"));
+        exact(&model, &mut session, size);
+    }
+    assert_eq!(session.call(&refused).0, OUT_OF_MEMORY);
+    session.must("close-descriptors");
+    // No call tells of that; it is looked at when the process asks for memory, or how much there is.
+    session.info();
+    exact(&model, &mut session, 0);
+    assert_eq!(model.passed(), 0);
 }
 
 /// Who imports what nobody answers for takes it.
@@ -549,6 +640,58 @@ fn a_pool_that_grows_though_it_has_enough_counts_as_it_is_or_is_not_had() {
     exact(&model, &mut session, rest + 224 * MIB);
 }
 
+/// A pool may be another device's than the stream is of, and need not have been made by the application.
+#[test]
+fn memory_of_a_pool_is_that_of_its_device_whatever_the_stream() {
+    let Some(model) = model() else { return };
+    for location in [false, true] {
+        let mut command = model.command();
+        if location {
+            // Since CUDA 13.0 a pool tells.
+            command.env("MODEL_POOL_LOCATION", "1");
+        }
+        let mut session = Session::of(&mut command);
+        session.must("init 0");
+        let stream = session.must("stream");
+        let pool = session.must("pool-of 1");
+        session.must(&format!("from-pool {} {pool} {stream}", 100 * MIB));
+        assert_eq!((model.held(1), model.accounted(1), model.accounted(0)), (128 * MIB, 128 * MIB, 0));
+        // Of the rest of that GPU's ceiling nothing more is to be had, though the other's would have room.
+        assert_eq!(session.call(&format!("from-pool {} {pool} {stream}", CEILING / 2)).0, OUT_OF_MEMORY);
+        session.must(&format!("async {MIB} {stream}"));
+        exact(&model, &mut session, 32 * MIB);
+        session.kill();
+    }
+    assert_eq!(model.passed(), 0);
+}
+
+/// What a pool keeps after all was freed is on the account however many pools there are.
+#[test]
+fn pools_are_told_apart_or_not_had() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let mut last = 0;
+    let made = (0..5000).take_while(|_| {
+        let (result, pool, _) = session.call("pool 1 0");
+        last = if result == 0 { pool } else { last };
+        assert!(result == 0 || result == OUT_OF_MEMORY, "{result}");
+        result == 0
+    });
+    assert_eq!(made.count(), 4096);
+    session.must(&format!("keep-in {last} {CEILING}"));
+    let block = session.must(&format!("from-pool {} {last}", 100 * MIB));
+    session.must(&format!("free-async {block}"));
+    session.must("wait");
+    exact(&model, &mut session, 128 * MIB);
+    assert_eq!(session.call(&format!("alloc {CEILING}")).0, OUT_OF_MEMORY);
+    // The current one of a device would be one too many as well.
+    assert_eq!(session.call("async 1000").0, OUT_OF_MEMORY);
+    session.must(&format!("free-pool {last}"));
+    exact(&model, &mut session, 0);
+    session.must("async 1000");
+    exact(&model, &mut session, 32 * MIB);
+}
+
 #[test]
 fn what_a_pool_gave_back_is_to_be_had() {
     let Some(model) = model() else { return };
@@ -678,6 +821,35 @@ fn a_context_takes_its_blocks_along() {
     session.must("reset 0");
     session.must("primary 0");
     exact(&model, &mut session, 2 * MIB);
+}
+
+/// What is allocated where a green context is current is the device's, and the green context's address may be another's later.
+#[test]
+fn a_green_context_leaves_its_blocks_to_the_device() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must(&format!("alloc {MIB}"));
+    let (result, green, context) = session.call("green 0");
+    assert_eq!(result, 0);
+    let block = session.must(&format!("alloc {}", 2 * MIB));
+    session.must(&format!("alloc {}", 4 * MIB));
+    session.must("primary 0");
+    session.must(&format!("destroy-green {green}"));
+    exact(&model, &mut session, 7 * MIB);
+    // The driver in small gives the same address again, on another device.
+    assert_eq!(session.must("context 1"), context);
+    session.must(&format!("alloc {}", 8 * MIB));
+    assert_eq!((model.held(1), model.accounted(1)), (8 * MIB, 8 * MIB));
+    session.must(&format!("destroy {context}"));
+    assert_eq!((model.held(1), model.accounted(1)), (0, 0));
+    session.must("primary 0");
+    exact(&model, &mut session, 7 * MIB);
+    session.must(&format!("free {block}"));
+    exact(&model, &mut session, 5 * MIB);
+    assert_ne!(session.call(&format!("destroy-green {green}")).0, 0);
+    session.must("reset 0");
+    session.must("primary 0");
+    exact(&model, &mut session, 0);
 }
 
 /// The heap and the stacks of kernels can be made as large as a GPU by one call that allocates nothing by name.

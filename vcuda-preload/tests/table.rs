@@ -48,6 +48,12 @@ fn rows_are_whole_and_everybody_knows_the_actions() {
 /// Why names that sound like taking memory take none of a device.
 const TAKE_NONE: &[(&str, &str)] = &[
     ("cuCoredumpRegister", "notes a function"),
+    ("cuGetExportTable", "hands out functions"),
+    ("cuIpcGetEventHandle", "an event"),
+    ("cuLogicalEndpointExport", "what is bound to it is accounted where it was bound"),
+    ("cuMemDiscardAndPrefetch", "managed memory, accounted in full where it was made"),
+    ("cuMemPoolExport", "the pool's, accounted where it was made"),
+    ("cuMemPrefetch", "managed memory, accounted in full where it was made"),
     ("cuCtxAttach", "one more use of a context that is there"),
     ("cuDeviceRegisterAsyncNotification", "notes a function"),
     ("cuFuncIsLoaded", "asks"),
@@ -87,6 +93,10 @@ fn everything_that_can_take_device_memory_is_accounted_or_has_a_reason() {
             "Register",
             "Map",
             "Attach",
+            "Bind",
+            "Handle",
+            "Export",
+            "Prefetch",
         ]
         .iter()
         .any(|word| symbol.contains(word))
@@ -95,7 +105,7 @@ fn everything_that_can_take_device_memory_is_accounted_or_has_a_reason() {
     for (symbol, _, action) in table("cuda") {
         let what = match action.as_str() {
             "take" | "track" => "accounted",
-            "unseen" => "charged from the node's sample",
+            "unseen" => "charged where the driver has a floor",
             "imported" => "owned elsewhere",
             "pass" | "pace" if sounds_so(&symbol) => {
                 let reason = TAKE_NONE.iter().any(|(beginning, _)| symbol.starts_with(beginning));

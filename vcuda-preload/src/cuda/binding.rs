@@ -250,6 +250,92 @@ binds! {
     cuMulticastBindAddr_v2(object [device: Device] address: DevicePtr) by use_at;
 }
 
+/// The handle by which a logical endpoint (CUDA 13.3), which has a number, is known here. The driver's handles are addresses.
+fn endpoint(id: u32) -> Handle {
+    1 << 63 | u64::from(id)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLogicalEndpointBindMem(
+    id: u32,
+    device: Device,
+    at: u64,
+    memory: Handle,
+    offset: u64,
+    bytes: u64,
+    flags: u64,
+) -> Result {
+    follow(
+        // SAFETY: the arguments are the application's, for the driver to judge.
+        || unsafe {
+            driver!(cuda::cuLogicalEndpointBindMem(
+                id => u32, device => Device, at => u64, memory => Handle, offset => u64, bytes => u64, flags => u64,
+            ))
+        },
+        |physical, _| {
+            let of = physical.use_of(memory);
+            bound(physical, endpoint(id), at, of, bytes);
+        },
+    )
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLogicalEndpointBindAddr(
+    id: u32,
+    device: Device,
+    at: u64,
+    address: DevicePtr,
+    bytes: u64,
+    flags: u64,
+) -> Result {
+    follow(
+        // SAFETY: the arguments are the application's, for the driver to judge.
+        || unsafe {
+            driver!(cuda::cuLogicalEndpointBindAddr(
+                id => u32, device => Device, at => u64, address => DevicePtr, bytes => u64, flags => u64,
+            ))
+        },
+        |physical, _| {
+            let of = physical.use_at(address);
+            bound(physical, endpoint(id), at, of, bytes);
+        },
+    )
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLogicalEndpointUnbind(
+    id: u32,
+    device: Device,
+    at: u64,
+    bytes: u64,
+) -> Result {
+    follow(
+        // SAFETY: the arguments are the application's, for the driver to judge.
+        || unsafe {
+            driver!(cuda::cuLogicalEndpointUnbind(id => u32, device => Device, at => u64, bytes => u64))
+        },
+        |physical, share| unbound(physical, share, endpoint(id), device, at, bytes),
+    )
+}
+
+/// It lets go of what this process bound to it.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLogicalEndpointDestroy(id: u32) -> Result {
+    follow(
+        // SAFETY: the argument is the application's, for the driver to judge.
+        || unsafe { driver!(cuda::cuLogicalEndpointDestroy(id => u32)) },
+        |physical, share| physical.release(share, endpoint(id)),
+    )
+}
+
+/// Notes that nothing is bound to `object` any more on one GPU and between two offsets.
+fn unbound(physical: &mut Physical, share: &Share, object: Handle, device: Device, from: u64, bytes: u64) {
+    let within = share.gpu_of_device(device).map(|gpu| (gpu, from, from.saturating_add(bytes)));
+    if let Some((object, within)) = physical.number_of(object).zip(within) {
+        change(physical, share, |uses| uses.take_bound(object, Some(within)));
+    }
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMulticastUnbind(
     object: Handle,
@@ -264,14 +350,7 @@ pub(crate) unsafe extern "C" fn cuMulticastUnbind(
                 object => Handle, device => Device, at => usize, bytes => usize,
             ))
         },
-        |physical, share| {
-            let from = at as u64;
-            let within =
-                share.gpu_of_device(device).map(|gpu| (gpu, from, from.saturating_add(bytes as u64)));
-            if let Some((object, within)) = physical.number_of(object).zip(within) {
-                change(physical, share, |uses| uses.take_bound(object, Some(within)));
-            }
-        },
+        |physical, share| unbound(physical, share, object, device, at as u64, bytes as u64),
     )
 }
 

@@ -151,7 +151,7 @@ const PRINTF_FIFO_SIZE: u32 = 1;
 const MALLOC_HEAP_SIZE: u32 = 2;
 
 /// Bytes of its GPU that the current context takes for `limit` set to `value`, beyond those that every context has for it, which
-/// the node's sample shows.
+/// no call shows.
 fn taken_for(limit: u32, value: usize, device: Device) -> u64 {
     // What drivers begin with; a stack is one a thread that the GPU can have at a time.
     let (begins_with, each) = match limit {
@@ -219,17 +219,27 @@ pub(crate) unsafe extern "C" fn cuCtxSetLimit(limit: u32, value: usize) -> Resul
     result
 }
 
-/// A green context has a context of its own, and takes it along.
+/// A green context has a context of its own, and takes it along; what was allocated there stays, as the device's primary
+/// context does.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuGreenCtxDestroy(green: Context) -> Result {
+    // SAFETY: the argument is the application's, for the driver to judge.
+    let call = || unsafe { driver!(cuda::cuGreenCtxDestroy(green => Context)) };
     let mut context = 0;
-    // SAFETY: the argument is the application's, for the driver to judge; `context` outlives the call.
-    unsafe {
-        if driver!(cuda::cuCtxFromGreenCtx(&raw mut context => *mut Context, green => Context))
-            == CUDA_SUCCESS
-        {
-            pace::forget_context(context);
+    // SAFETY: as above; `context` outlives the call.
+    let known =
+        unsafe { driver!(cuda::cuCtxFromGreenCtx(&raw mut context => *mut Context, green => Context)) };
+    let Some(share) = share().filter(|_| known == CUDA_SUCCESS && context != 0) else { return call() };
+    pace::forget_context(context);
+    let place = share.forget_context(context);
+    let result = call();
+    if let Some(place) = place {
+        if result == CUDA_SUCCESS {
+            let heir = share.place_of(primary(place.device)).map_or(0, |heir| heir.context);
+            share.hand_over(place, heir);
+        } else {
+            share.remember_context(context, place);
         }
-        driver!(cuda::cuGreenCtxDestroy(green => Context))
     }
+    result
 }

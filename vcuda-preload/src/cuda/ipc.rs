@@ -4,9 +4,12 @@
 //! Handles are the same bytes on both sides. A descriptor is not, and tells nothing of what it stands for; so it is marked: with a
 //! lock of its open file, which goes with it wherever it is sent, disturbs nobody, and is read back from `/proc/self/fdinfo`
 //! (fcntl(2), F_OFD_SETLK). The lock begins at a number of the memory and is as long as that has pages. One whose maker ended
-//! before anybody imported it is on nobody's account meanwhile; who imports it then takes it like new memory.
+//! before anybody imported it is on nobody's account meanwhile; who imports it then takes it like new memory. What this process
+//! is done with, but has a descriptor of, a `dma-buf`'s too, stays on the account until that is closed.
 
-use std::{collections::BTreeMap, ffi::c_void, io::Write, os::fd::RawFd};
+use std::{
+    collections::BTreeMap, ffi::c_void, fs, io::Write, os::fd::RawFd, sync::atomic::Ordering::Relaxed,
+};
 
 use region::{Exported, Key};
 
@@ -16,7 +19,7 @@ use crate::{
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle, Result,
         },
-        vmm::{Physical, WithOthers, follow},
+        vmm::{Physical, Piece, WithOthers, follow},
     },
     errno,
     real::driver,
@@ -32,6 +35,10 @@ pub(crate) struct Others {
     blocks: BTreeMap<DevicePtr, Exported>,
     /// Blocks of others that are open here, how often, and in which context.
     opened: BTreeMap<DevicePtr, (Exported, u32, u16)>,
+    /// Numbers of the marks of blocks' descriptors.
+    marks: BTreeMap<DevicePtr, u64>,
+    /// What this process is done with but has descriptors of, which keep it.
+    described: Vec<Piece>,
 }
 
 impl Others {
@@ -40,6 +47,27 @@ impl Others {
         let exported = share.usage().import(share.me_if_claimed()?, key)?;
         *self.imported.entry(exported).or_default() += 1;
         Some(exported)
+    }
+
+    /// Gives back what this process is done with, unless it has a descriptor left that stands for it.
+    pub fn done_with(&mut self, share: &Share, piece: Piece) {
+        if piece.mark.is_some_and(is_described) {
+            self.described.push(piece);
+            share.state().described.store(1, Relaxed);
+            return;
+        }
+        match piece.with_others {
+            WithOthers::No => share.give(piece.gpu, piece.bytes),
+            WithOthers::Exported(exported) => share.give_exported(exported, piece.gpu, piece.bytes),
+            WithOthers::Imported(exported, _) => self.let_go(share, exported),
+        }
+    }
+
+    /// Takes out what is on this process's account alone and known by a mark.
+    fn take_described(&mut self, mark: Mark) -> Option<Piece> {
+        let is_it = |piece: &Piece| piece.mark == Some(mark.number) && piece.with_others == WithOthers::No;
+        let at = self.described.iter().position(is_it)?;
+        Some(self.described.swap_remove(at))
     }
 
     /// One import less.
@@ -83,6 +111,15 @@ impl Mark {
     }
 
     fn of(fd: RawFd) -> Option<Self> {
+        Self::all_of(fd).first().copied()
+    }
+
+    /// One for each piece of memory that a descriptor stands for.
+    fn all_of(fd: RawFd) -> Vec<Self> {
+        Self::read(fd).unwrap_or_default()
+    }
+
+    fn read(fd: RawFd) -> Option<Vec<Self>> {
         let _kept = errno::Keep::new();
         let mut path = [0; 32];
         write!(&mut path[..31], "/proc/self/fdinfo/{fd}").ok()?;
@@ -95,12 +132,12 @@ impl Mark {
             // SAFETY: as above.
             unsafe { libc::close(info) };
         }
-        Self::parse(std::str::from_utf8(text.get(..usize::try_from(length).ok()?)?).ok()?)
+        Some(Self::parse(std::str::from_utf8(text.get(..usize::try_from(length).ok()?)?).ok()?))
     }
 
     /// `lock:\t1: OFDLCK ADVISORY  READ -1 00:06:3 <first> <last>`, whatever locks there are besides.
-    fn parse(info: &str) -> Option<Self> {
-        info.lines().find_map(|line| {
+    fn parse(info: &str) -> Vec<Self> {
+        let marks = info.lines().filter_map(|line| {
             let mut words = line.strip_prefix("lock:")?.split_whitespace().skip(1);
             if words.next()? != "OFDLCK" || words.nth(1)? != "READ" {
                 return None;
@@ -109,7 +146,29 @@ impl Mark {
             let pages = last.checked_sub(first)?.checked_add(1)?;
             (pages < 1 << PAGE_BITS && first.trailing_zeros() >= PAGE_BITS)
                 .then_some(Self { number: first >> PAGE_BITS, bytes: pages * PAGE })
-        })
+        });
+        marks.collect()
+    }
+}
+
+/// Whether this process has a descriptor with this mark.
+fn is_described(mark: u64) -> bool {
+    let _kept = errno::Keep::new();
+    let Ok(open) = fs::read_dir("/proc/self/fd") else { return false };
+    open.flatten().any(|entry| {
+        let fd = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        fd.is_some_and(|fd| Mark::all_of(fd).iter().any(|other| other.number == mark))
+    })
+}
+
+/// Gives back what no descriptor of this process stands for any more.
+pub(super) fn settle(share: &Share) {
+    if share.state().described.load(Relaxed) != 0
+        && let Some(physical) = &mut *share.state().physical.lock()
+    {
+        share.state().described.store(0, Relaxed);
+        let others = &mut physical.others;
+        std::mem::take(&mut others.described).into_iter().for_each(|piece| others.done_with(share, piece));
     }
 }
 
@@ -133,13 +192,14 @@ const FABRIC: i32 = 8;
 /// # Safety
 /// `to` must hold what the driver writes for `kind`.
 unsafe fn exported(physical: &mut Physical, share: &Share, handle: Handle, kind: i32, to: *const c_void) {
-    let Some((gpu, held, with_others)) = physical.sharing(handle) else { return };
-    if *with_others == WithOthers::No {
+    let Some(Piece { gpu, bytes: held, mut with_others, mark }) = physical.piece(handle) else { return };
+    if with_others == WithOthers::No {
         let exported = share.me_if_claimed().and_then(|me| share.usage().export(me, gpu, held));
         let Some(exported) = exported else { return };
-        *with_others = WithOthers::Exported(exported);
+        with_others = WithOthers::Exported(exported);
+        physical.set_sharing(handle, with_others, mark);
     }
-    let (exported, bytes) = match *with_others {
+    let (exported, bytes) = match with_others {
         WithOthers::Exported(exported) => (exported, held),
         WithOthers::Imported(exported, bytes) => (exported, bytes),
         WithOthers::No => return,
@@ -147,10 +207,11 @@ unsafe fn exported(physical: &mut Physical, share: &Share, handle: Handle, kind:
     match kind {
         POSIX_FILE_DESCRIPTOR => {
             let number = share.usage().descriptor_of(exported).unwrap_or_else(|| {
-                let number = share.usage().new_mark(gpu);
+                let number = mark.unwrap_or_else(|| share.usage().new_mark(gpu));
                 share.usage().set_key(exported, Key::Descriptor(number));
                 number
             });
+            physical.set_sharing(handle, with_others, Some(number));
             // SAFETY: the caller's promise.
             Mark { number, bytes }.put(unsafe { to.cast::<RawFd>().read() });
         }
@@ -203,13 +264,17 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
         && let Some(mark) = mark
         && let Some(gpu) = share.usage().gpu_of_mark(mark.number)
     {
-        // The container's own, and on nobody's account.
-        drop(physical);
-        if !take(share, gpu, mark.bytes) {
-            return CUDA_ERROR_OUT_OF_MEMORY;
+        // The container's own, and on nobody's account, or on this process's since it had it before.
+        let had = physical.as_mut().and_then(|physical| physical.others.take_described(mark));
+        if had.is_none() {
+            drop(physical);
+            if !take(share, gpu, mark.bytes) {
+                return CUDA_ERROR_OUT_OF_MEMORY;
+            }
+            physical = share.state().physical.lock();
         }
-        taken = Some((gpu, mark.bytes));
-        physical = share.state().physical.lock();
+        let new = Piece { gpu, bytes: mark.bytes, with_others: WithOthers::No, mark: Some(mark.number) };
+        taken = Some(had.unwrap_or(new));
     }
     // SAFETY: the arguments are the application's, for the driver to judge.
     let result = unsafe {
@@ -221,20 +286,21 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
     if result == CUDA_SUCCESS {
         // SAFETY: written on success.
         let handle = unsafe { *handle };
-        match (imported, taken) {
+        let (gpu, bytes, with_others) = match (imported, taken) {
             (Some(exported), _) => {
                 let bytes = mark.map_or(0, |mark| mark.bytes);
-                let gpu = share.usage().gpu_of_export(exported);
-                known.insert(handle, gpu, 0, WithOthers::Imported(exported, bytes));
+                (share.usage().gpu_of_export(exported), 0, WithOthers::Imported(exported, bytes))
             }
-            (None, Some((gpu, bytes))) => _ = known.insert(handle, gpu, bytes, WithOthers::No),
+            (None, Some(piece)) => (piece.gpu, piece.bytes, WithOthers::No),
             // Of another container, or unmarked: on its maker's account.
-            (None, None) => {}
-        }
+            (None, None) => return result,
+        };
+        known.insert(handle, gpu, bytes, with_others);
+        known.set_sharing(handle, with_others, mark.map(|mark| mark.number));
     } else if let Some(exported) = imported {
         known.others.let_go(share, exported);
-    } else if let Some((gpu, bytes)) = taken {
-        share.give(gpu, bytes);
+    } else if let Some(piece) = taken {
+        known.others.done_with(share, piece);
     }
     result
 }
@@ -246,16 +312,67 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
 #[repr(C)]
 pub(crate) struct IpcHandle([u8; 64]);
 
-/// Gives back a block that is freed, unless another process still has it.
+/// Gives back a block that is freed, unless another process still has it, or this one a descriptor of it.
 pub(crate) fn give(share: &Share, address: DevicePtr, block: Block) {
-    let exported = block.exported.then(|| {
-        let mut physical = share.state().physical.lock();
-        physical.as_mut().and_then(|physical| physical.others.blocks.remove(&address))
-    });
-    match exported.flatten() {
-        Some(exported) => share.give_exported(exported, block.gpu, block.bytes),
-        None => share.give(block.gpu, block.bytes),
+    let Block { gpu, bytes, exported, .. } = block;
+    if !exported {
+        return share.give(gpu, bytes);
     }
+    let mut physical = share.state().physical.lock();
+    let others = &mut physical.get_or_insert_default().others;
+    let with_others = others.blocks.remove(&address).map_or(WithOthers::No, WithOthers::Exported);
+    let mark = others.marks.remove(&address);
+    others.done_with(share, Piece { gpu, bytes, with_others, mark });
+}
+
+/// The block in which `address` is, and where it begins; none if it is none of ours, or a pool's.
+fn block_at(share: &'static Share, address: DevicePtr) -> Option<(DevicePtr, Block)> {
+    let (mut base, mut bytes) = (0, 0_usize);
+    // SAFETY: both outlive the call.
+    let result = unsafe {
+        driver!(cuda::cuMemGetAddressRange_v2(
+            &raw mut base => *mut DevicePtr, &raw mut bytes => *mut usize, address => DevicePtr,
+        ))
+    };
+    let block = Block::unpack(memory::blocks(share).get(base).filter(|_| result == CUDA_SUCCESS)?);
+    matches!(block.part_of, PartOf::Context(_)).then_some((base, block))
+}
+
+/// A `dma-buf` keeps the memory of its range, whatever becomes of the range, until its last descriptor is closed.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuMemGetHandleForAddressRange(
+    to: *mut c_void,
+    address: DevicePtr,
+    bytes: usize,
+    kind: i32,
+    flags: u64,
+) -> Result {
+    /// CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.
+    const DMA_BUF: i32 = 1;
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let call = || unsafe {
+        driver!(cuda::cuMemGetHandleForAddressRange(
+            to => *mut c_void, address => DevicePtr, bytes => usize, kind => i32, flags => u64,
+        ))
+    };
+    let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    let mut physical = share.state().physical.lock();
+    let result = call();
+    if result != CUDA_SUCCESS || kind != DMA_BUF {
+        return result;
+    }
+    // SAFETY: written on success.
+    let fd: RawFd = unsafe { to.cast::<RawFd>().read() };
+    let physical = physical.get_or_insert_default();
+    let new = |gpu| share.usage().new_mark(gpu);
+    if let Some((base, block)) = block_at(share, address) {
+        let number = *physical.others.marks.entry(base).or_insert_with(|| new(block.gpu));
+        let _ = memory::blocks(share).insert(base, Block { exported: true, ..block }.pack());
+        Mark { number, bytes: block.bytes }.put(fd);
+    } else {
+        physical.mark_all(address, bytes as u64, new, |number, bytes| Mark { number, bytes }.put(fd));
+    }
+    result
 }
 
 /// A context is gone, and with it what was opened in it.
@@ -267,18 +384,17 @@ pub(crate) fn forget_context(share: &Share, context: u16) {
     }
 }
 
+/// A context is gone, and what was opened in it is another's from now on.
+pub(crate) fn hand_over(share: &Share, context: u16, heir: u16) {
+    if let Some(physical) = &mut *share.state().physical.lock() {
+        let opened = physical.others.opened.values_mut();
+        opened.filter(|(_, _, of)| *of == context).for_each(|(_, _, of)| *of = heir);
+    }
+}
+
 /// Notes that others may open the block in which `address` is, by `handle`.
 fn exported_block(share: &'static Share, address: DevicePtr, handle: &IpcHandle) -> Option<()> {
-    let (mut base, mut bytes) = (0, 0_usize);
-    // SAFETY: both outlive the call.
-    let result = unsafe {
-        driver!(cuda::cuMemGetAddressRange_v2(
-            &raw mut base => *mut DevicePtr, &raw mut bytes => *mut usize, address => DevicePtr,
-        ))
-    };
-    let blocks = memory::blocks(share);
-    let block = Block::unpack(blocks.get(base).filter(|_| result == CUDA_SUCCESS)?);
-    let PartOf::Context(_) = block.part_of else { return None };
+    let (base, block) = block_at(share, address)?;
     let mut physical = share.state().physical.lock();
     let others = &mut physical.get_or_insert_default().others;
     let exported = match others.blocks.get(&base) {
@@ -286,7 +402,7 @@ fn exported_block(share: &'static Share, address: DevicePtr, handle: &IpcHandle)
         None => {
             let exported = share.usage().export(share.me_if_claimed()?, block.gpu, block.bytes)?;
             others.blocks.insert(base, exported);
-            let _ = blocks.insert(base, Block { exported: true, ..block }.pack());
+            let _ = memory::blocks(share).insert(base, Block { exported: true, ..block }.pack());
             exported
         }
     };
@@ -381,6 +497,12 @@ mod tests {
         assert_eq!(Mark::of(other.as_raw_fd()), Some(Mark { number: 5, bytes: 6 * PAGE }));
         assert_eq!(Mark::of(open().as_raw_fd()), None);
         assert_eq!(Mark::of(-1), None);
+        let more = Mark { number: 7, bytes: PAGE };
+        more.put(other.as_raw_fd());
+        assert_eq!(Mark::all_of(other.as_raw_fd()), [Mark { number: 5, bytes: 6 * PAGE }, more]);
+        assert!(is_described(7) && is_described(mark.number) && !is_described(8));
+        drop(other);
+        assert!(!is_described(7));
     }
 
     #[test]
@@ -394,7 +516,7 @@ mod tests {
             "lock:",
             "pos:\t0",
         ] {
-            assert_eq!(Mark::parse(line), None, "{line}");
+            assert_eq!(Mark::parse(line), [], "{line}");
         }
     }
 }

@@ -48,6 +48,7 @@ fn take_quietly(share: &'static Share, gpu: usize, bytes: u64) -> bool {
         pool::settle(share);
         graph::settle(share);
         binding::settle(share);
+        ipc::settle(share);
         share.take_quietly(gpu, bytes)
     }
 }

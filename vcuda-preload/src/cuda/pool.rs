@@ -2,6 +2,8 @@
 //! holds is what counts, and the driver tells it (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT). So a pool's account is brought
 //! in line with the driver's figure after everything that may change it: an allocation, a trim, a wait.
 
+mod whose;
+
 use std::{
     ffi::c_void,
     sync::atomic::{
@@ -25,14 +27,16 @@ use crate::{
     share::{Block, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
 };
 
-/// Pools that can be told apart at a time. Allocations from more are counted one by one, each in full.
-pub(crate) const POOLS: usize = 256;
+use whose::Memory;
+
+/// Pools that can be told apart at a time, which is what the number of a block's pool has bits for. There are no more: what a
+/// pool keeps after it was freed would be on no account.
+pub(crate) const POOLS: usize = 4096;
 
 // CUmemPool_attribute.
 const REUSE_FOLLOW_EVENT_DEPENDENCIES: i32 = 1;
 const REUSE_ALLOW_INTERNAL_DEPENDENCIES: i32 = 3;
 const RESERVED_MEM_CURRENT: i32 = 5;
-const LOCATION_TYPE: i32 = 12;
 
 /// Pools of today's drivers grow by 32 MiB (seen) until one is found to do with less.
 const FIRST_STEP: u64 = 32 << 20;
@@ -52,6 +56,8 @@ pub(crate) struct Pool {
 struct Account {
     /// GPU of the share plus one; 0 for memory that is not the share's.
     gpu: usize,
+    /// It has the memory of a device that is none of the share's.
+    foreign: bool,
     /// Bytes that the share's account has for the pool.
     charged: u64,
     /// Bytes that its live allocations asked for.
@@ -203,8 +209,8 @@ fn find(share: &'static Share, handle: Handle) -> Option<(usize, &'static Pool)>
     share.state().pools.iter().take(used).enumerate().find(|(_, pool)| pool.handle.load(Acquire) == handle)
 }
 
-/// The entry of a pool, made if it has none, on the GPU given; none if there are too many.
-fn find_or_make(share: &'static Share, handle: Handle, gpu: Option<usize>) -> Option<(usize, &'static Pool)> {
+/// The entry of a pool, made if it has none, with the memory given; none if there are too many.
+fn find_or_make(share: &'static Share, handle: Handle, memory: Memory) -> Option<(usize, &'static Pool)> {
     if let Some(found) = find(share, handle) {
         return Some(found);
     }
@@ -220,7 +226,12 @@ fn find_or_make(share: &'static Share, handle: Handle, gpu: Option<usize>) -> Op
         let mut account = pool.account.lock();
         // Of a pool that is destroyed, allocations may still live.
         if account.used == 0 {
-            *account = Account { gpu: gpu.map_or(0, |gpu| gpu + 1), step: FIRST_STEP, ..Account::default() };
+            let (gpu, foreign) = match memory {
+                Memory::Gpu(gpu) => (gpu + 1, false),
+                Memory::Host => (0, false),
+                Memory::Foreign => (0, true),
+            };
+            *account = Account { gpu, foreign, step: FIRST_STEP, ..Account::default() };
             pool.handle.store(handle, Release);
             let used = u32::try_from(number + 1).unwrap_or(0);
             state.pools_used.fetch_max(used, Release);
@@ -236,14 +247,6 @@ fn current(device: Device) -> Option<Handle> {
     // SAFETY: `pool` outlives the call.
     let result = unsafe { driver!(cuda::cuDeviceGetMemPool(&raw mut pool => *mut Handle, device => Device)) };
     (result == CUDA_SUCCESS).then_some(pool)
-}
-
-/// Whether a pool that we did not see made has the host's memory. Drivers before 13.0 do not say, and have no such pools
-/// but those that are made.
-fn is_on_host(handle: Handle) -> bool {
-    let mut location = 0_i32;
-    attribute(handle, LOCATION_TYPE, (&raw mut location).cast())
-        && Properties::is_host(location.cast_unsigned())
 }
 
 /// Whether an attribute that allows something does. The driver's default is that it does.
@@ -302,20 +305,22 @@ unsafe fn allocate(
         return call();
     }
     let Some(Place { gpu, device, .. }) = share.here_in(stream) else { return call() };
-    let entry = pool.or_else(|| current(device)).and_then(|handle| {
-        let gpu_of_new = || if is_on_host(handle) { None } else { gpu };
-        let entry = find(share, handle).or_else(|| find_or_make(share, handle, gpu_of_new()));
-        entry.map(|(number, pool)| (handle, number, pool))
-    });
-    let Some((handle, number, pool)) = entry else {
+    let Some(handle) = pool.or_else(|| current(device)) else {
         // SAFETY: the caller's promise.
         return unsafe { memory::allocate_linear(address, bytes, call) };
     };
+    let entry =
+        find(share, handle).or_else(|| find_or_make(share, handle, Memory::of_pool(share, handle, device)));
+    let Some((number, pool)) = entry else {
+        gpu.inspect(|gpu| share.count_refusal(*gpu));
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    };
     let mut account: Guard<'_, Account> = pool.account.lock();
     let Some(gpu_of_pool) = account.gpu.checked_sub(1) else {
-        drop(account);
         // A device that is none of ours has no memory for us; the host's is not the share's.
-        return if gpu.is_none() && !is_on_host(handle) { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
+        let foreign = account.foreign;
+        drop(account);
+        return if foreign { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
     };
 
     let (bytes, before) = (whole(bytes as u64), account.charged);
@@ -433,8 +438,12 @@ pub(crate) unsafe extern "C" fn cuMemPoolCreate(pool: *mut Handle, properties: *
     {
         // SAFETY: the driver has read the one and written the other.
         let (handle, properties) = unsafe { (*pool, *properties) };
-        let gpu = properties.device().and_then(|device| share.gpu_of_device(device));
-        find_or_make(share, handle, gpu);
+        let memory = properties.device().map_or(Memory::Host, |device| Memory::of_device(share, device));
+        if find_or_make(share, handle, memory).is_none() {
+            // SAFETY: just made, and known to nobody.
+            unsafe { driver!(cuda::cuMemPoolDestroy(handle => Handle)) };
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
     }
     result
 }

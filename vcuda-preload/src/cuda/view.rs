@@ -2,7 +2,7 @@
 
 use crate::{
     cuda::{
-        binding, graph, pool,
+        binding, graph, ipc, pool,
         types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, Result},
     },
     real::driver,
@@ -16,6 +16,7 @@ fn here() -> core::result::Result<(u64, u64), Result> {
     pool::settle(share);
     graph::settle(share);
     binding::settle(share);
+    ipc::settle(share);
     Ok(share.here().and_then(|place| place.gpu).map_or((0, 0), |gpu| share.memory(gpu)))
 }
 

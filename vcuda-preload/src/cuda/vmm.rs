@@ -46,6 +46,19 @@ struct Memory {
     /// At addresses and elsewhere.
     mappings: usize,
     with_others: WithOthers,
+    /// Number of the mark on descriptors that stand for it.
+    mark: Option<u64>,
+}
+
+/// What is to be given back when this process is done with it.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    pub gpu: usize,
+    /// Bytes on the account of this process.
+    pub bytes: u64,
+    pub with_others: WithOthers,
+    /// Number of the mark on descriptors that stand for it.
+    pub mark: Option<u64>,
 }
 
 /// How memory is shared with other processes.
@@ -58,18 +71,50 @@ pub(crate) enum WithOthers {
     Imported(Exported, u64),
 }
 
+impl Memory {
+    fn piece(&self) -> Piece {
+        Piece { gpu: self.gpu, bytes: self.bytes, with_others: self.with_others, mark: self.mark }
+    }
+}
+
 impl Physical {
     pub fn insert(&mut self, handle: Handle, gpu: usize, bytes: u64, with_others: WithOthers) -> Number {
         self.last += 1;
-        self.memory.insert(self.last, Memory { gpu, bytes, handles: 1, mappings: 0, with_others });
+        let mark = None;
+        self.memory.insert(self.last, Memory { gpu, bytes, handles: 1, mappings: 0, with_others, mark });
         self.handles.insert(handle, (self.last, 1));
         self.last
     }
 
-    /// The GPU and bytes of what a handle stands for, and how it is shared, to be changed.
-    pub fn sharing(&mut self, handle: Handle) -> Option<(usize, u64, &mut WithOthers)> {
-        let memory = self.memory.get_mut(&self.number_of(handle)?)?;
-        Some((memory.gpu, memory.bytes, &mut memory.with_others))
+    /// What a handle stands for.
+    pub fn piece(&self, handle: Handle) -> Option<Piece> {
+        self.memory.get(&self.number_of(handle)?).map(Memory::piece)
+    }
+
+    /// Notes how what a handle stands for is shared, and the mark on its descriptors.
+    pub fn set_sharing(&mut self, handle: Handle, with_others: WithOthers, mark: Option<u64>) {
+        let memory = self.number_of(handle).and_then(|number| self.memory.get_mut(&number));
+        if let Some(memory) = memory {
+            (memory.with_others, memory.mark) = (with_others, mark);
+        }
+    }
+
+    /// Has `mark` make the mark, if there is none, of each piece that is mapped in a range; then calls `put` with each.
+    pub fn mark_all(
+        &mut self,
+        address: DevicePtr,
+        bytes: u64,
+        mark: impl Fn(usize) -> u64,
+        put: impl Fn(u64, u64),
+    ) {
+        let before = self.mappings.range(..=address).next_back().map_or(address, |(start, _)| *start);
+        for (start, (length, number)) in self.mappings.range(before..address.saturating_add(bytes)) {
+            if let Some(memory) =
+                self.memory.get_mut(number).filter(|_| start.saturating_add(*length) > address)
+            {
+                put(*memory.mark.get_or_insert_with(|| mark(memory.gpu)), memory.bytes);
+            }
+        }
     }
 
     /// What a handle stands for, if we saw it made.
@@ -116,7 +161,7 @@ impl Physical {
         }
     }
 
-    fn release(&mut self, share: &Share, handle: Handle) {
+    pub fn release(&mut self, share: &Share, handle: Handle) {
         let Some((number, times)) = self.handles.get_mut(&handle) else { return };
         let number = *number;
         *times -= 1;
@@ -148,12 +193,9 @@ impl Physical {
         let Some(memory) = self.memory.get_mut(&number) else { return };
         of(memory);
         if memory.handles == 0 && memory.mappings == 0 {
-            match memory.with_others {
-                WithOthers::No => share.give(memory.gpu, memory.bytes),
-                WithOthers::Exported(exported) => share.give_exported(exported, memory.gpu, memory.bytes),
-                WithOthers::Imported(exported, _) => self.others.let_go(share, exported),
-            }
+            let piece = memory.piece();
             self.memory.remove(&number);
+            self.others.done_with(share, piece);
             // A multicast object takes its bindings along.
             for bound in self.uses.take_bound(number, None) {
                 self.unused(share, bound);

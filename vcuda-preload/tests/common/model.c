@@ -187,6 +187,12 @@ int cuDeviceGet(int *device, int ordinal) {
     return !state ? NOT_INITIALIZED : ordinal < 0 || ordinal >= device_count ? INVALID_DEVICE : (*device = ordinal, OK);
 }
 static int gpu_of(int device) { return order[device]; }
+static int device_of(int gpu) {
+    int device = 0;
+    while (order[device] != gpu)
+        device++;
+    return device;
+}
 int cuDeviceGetUuid(unsigned char *uuid, int device) {
     if (!state || device < 0 || device >= device_count)
         return INVALID_DEVICE;
@@ -203,7 +209,7 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) {
 
 /* ---- contexts ---- */
 
-struct context { int device, alive, primary; uint64_t limits[3]; };
+struct context { int device, alive, primary, green; uint64_t limits[3]; };
 static struct context contexts[4096], primary_contexts[GPUS];
 static int primary_uses[GPUS];
 static __thread struct context *stack[16];
@@ -218,7 +224,7 @@ int cuCtxCreate_v2(struct context **context, unsigned flags, int device) {
     int n = 0;
     while (contexts[n].alive)
         n++;
-    contexts[n] = (struct context){device, 1, 0, {0}};
+    contexts[n] = (struct context){device, 1, 0, 0, {0}};
     pthread_mutex_unlock(&lock);
     return stack[depth++] = *context = &contexts[n], OK;
 }
@@ -241,9 +247,26 @@ int cuDevicePrimaryCtxRetain(struct context **context, int device) {
     if (!state || device < 0 || device >= device_count)
         return INVALID_DEVICE;
     if (!primary_contexts[device].alive)
-        primary_contexts[device] = (struct context){device, 1, 1, {0}};
+        primary_contexts[device] = (struct context){device, 1, 1, 0, {0}};
     primary_uses[device]++;
     return *context = &primary_contexts[device], OK;
+}
+/* Green contexts: the context is their own, its blocks are the primary one's. */
+int cuGreenCtxCreate(struct context **green, void *resources, int device, unsigned flags) {
+    struct context *current;
+    (void)resources;
+    int result = cuCtxCreate_v2(green, flags, device);
+    if (!result)
+        (*green)->green = 1, cuCtxPopCurrent_v2(&current);
+    return result;
+}
+int cuCtxFromGreenCtx(struct context **context, struct context *green) {
+    return green && green->alive && green->green ? (*context = green, OK) : INVALID_CONTEXT;
+}
+int cuGreenCtxDestroy(struct context *green) {
+    if (!green || !green->alive || !green->green)
+        return INVALID_CONTEXT;
+    return green->alive = 0, OK;
 }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     return *flags = 0, *active = primary_contexts[device].alive, OK;
@@ -326,7 +349,8 @@ static int allocate(uint64_t *address, uint64_t bytes) {
         return OUT_OF_MEMORY;
     if ((result = take(gpu, taken)))
         return result;
-    return *address = add_block((struct block){bytes, taken, CURRENT, NULL, gpu, 0, 0}), OK;
+    struct context *of = CURRENT->green ? &primary_contexts[CURRENT->device] : CURRENT;
+    return *address = add_block((struct block){bytes, taken, of, NULL, gpu, 0, 0}), OK;
 }
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) { return allocate(address, bytes); }
@@ -568,17 +592,21 @@ static int shared_by(uint64_t handle) {
     uint64_t n = handle - HANDLE;
     return n >= SHARED || !state->shared[n].bytes ? -1 : (int)n;
 }
+static int describe(int shared) {
+    int fd = open(getenv("MODEL_STATE"), O_RDWR | O_CLOEXEC);
+    state->shared[shared].described = 1;
+    lseek(fd, HANDLE + shared, SEEK_SET);
+    return fd;
+}
 int cuMemExportToShareableHandle(void *to, struct physical *of, int kind, uint64_t flags) {
     if (flags || !of || !of->handles || of->gpu < 0)
         return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     if (!of->shared)
         give(of->gpu, of->bytes), of->shared = 1 + share(of->gpu, of->bytes);
-    if (kind == 1) {
-        int fd = *(int *)to = open(getenv("MODEL_STATE"), O_RDWR | O_CLOEXEC);
-        state->shared[of->shared - 1].described = 1;
-        lseek(fd, HANDLE + of->shared - 1, SEEK_SET);
-    } else
+    if (kind == 1)
+        *(int *)to = describe(of->shared - 1);
+    else
         *(uint64_t *)memset(to, 0, 64) = HANDLE + of->shared - 1;
     pthread_mutex_unlock(&lock);
     return OK;
@@ -615,6 +643,20 @@ int cuIpcGetMemHandle(struct ipc *handle, uint64_t address) {
         give(block->gpu, block->taken), block->shared = 1 + share(block->gpu, block->taken);
     memset(handle, 0, sizeof *handle);
     return handle->words[0] = HANDLE + block->shared - 1, OK;
+}
+/* A dma-buf keeps memory as a descriptor does. */
+int cuMemGetHandleForAddressRange(void *to, uint64_t address, size_t bytes, int kind, uint64_t flags) {
+    struct block *block = block_at(address);
+    struct physical *of = NULL;
+    if (flags || kind != 1 || !bytes || (!block && cuMemRetainAllocationHandle(&of, address)))
+        return INVALID_VALUE;
+    if (of) {
+        int result = cuMemExportToShareableHandle(to, of, 1, 0);
+        return cuMemRelease(of), result;
+    }
+    if (!block->shared)
+        give(block->gpu, block->taken), block->shared = 1 + share(block->gpu, block->taken);
+    return *(int *)to = describe(block->shared - 1), OK;
 }
 static int opened[SHARED];
 #define OPENED 0x7f0000000000ull
@@ -684,6 +726,26 @@ int cuMulticastUnbind(struct physical *object, int device, size_t at, size_t byt
     unbind(object, gpu_of(device), at, at + bytes);
     pthread_mutex_unlock(&lock);
     return OK;
+}
+
+/* Logical endpoints, by number: bound to as multicast objects are. */
+static struct physical *endpoints[16];
+int cuLogicalEndpointCreate(unsigned id, const void *properties) {
+    return id >= 16 || endpoints[id] ? INVALID_VALUE : cuMulticastCreate(&endpoints[id], properties);
+}
+int cuLogicalEndpointBindMem(unsigned id, int device, uint64_t at, struct physical *of, uint64_t offset, uint64_t bytes,
+                             uint64_t flags) {
+    return (void)device, cuMulticastBindMem(endpoints[id], at, of, offset, bytes, flags);
+}
+int cuLogicalEndpointBindAddr(unsigned id, int device, uint64_t at, uint64_t address, uint64_t bytes, uint64_t flags) {
+    return (void)device, cuMulticastBindAddr(endpoints[id], at, address, bytes, flags);
+}
+int cuLogicalEndpointUnbind(unsigned id, int device, uint64_t at, uint64_t bytes) {
+    return cuMulticastUnbind(endpoints[id], device, at, bytes);
+}
+int cuLogicalEndpointDestroy(unsigned id) {
+    struct physical *of = endpoints[id];
+    return endpoints[id] = NULL, cuMemRelease(of);
 }
 
 /* ---- streams, pools ---- */
@@ -931,7 +993,9 @@ int cuMemPoolGetAttribute(struct pool *pool, int which, void *value) {
     case 4: return *(uint64_t *)value = pool->threshold, OK;
     case 5: return *(uint64_t *)value = pool->reserved, OK;
     case 7: return *(uint64_t *)value = pool->used, OK;
-    case 12: return *(int *)value = pool->gpu < 0 ? 2 : 1, OK;
+    /* Drivers before 13.0 do not say where it is. */
+    case 11: return getenv("MODEL_POOL_LOCATION") ? (*(int *)value = device_of(pool->gpu), OK) : INVALID_VALUE;
+    case 12: return getenv("MODEL_POOL_LOCATION") ? (*(int *)value = pool->gpu < 0 ? 2 : 1, OK) : INVALID_VALUE;
     default: return INVALID_VALUE;
     }
 }

@@ -278,6 +278,14 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "only-init")) return CALL("cuInit", 0UL);
     if (!strcmp(name, "context")) return CALL("cuCtxCreate_v2", out, 0UL, a);
     if (!strcmp(name, "destroy")) return CALL("cuCtxDestroy_v2", a);
+    if (!strcmp(name, "green")) {
+        /* A green context, and its context, which is made the current one. */
+        int result = CALL("cuGreenCtxCreate", out, NULL, a, 1UL);
+        if (result || (result = CALL("cuCtxFromGreenCtx", out + 1, *out)))
+            return result;
+        return CALL("cuCtxSetCurrent", out[1]);
+    }
+    if (!strcmp(name, "destroy-green")) return CALL("cuGreenCtxDestroy", a);
     if (!strcmp(name, "release-primary")) return CALL("cuDevicePrimaryCtxRelease_v2", a);
     if (!strcmp(name, "reset")) return CALL("cuDevicePrimaryCtxReset_v2", a);
     if (!strcmp(name, "current")) return CALL("cuCtxSetCurrent", a);
@@ -329,12 +337,14 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         return CALL("cuMemPoolCreate", out, &properties);
     }
     if (!strcmp(name, "free-pool")) return CALL("cuMemPoolDestroy", a);
-    if (!strcmp(name, "from-pool")) return CALL("cuMemAllocFromPoolAsync", out, a, b, 0UL);
+    if (!strcmp(name, "from-pool")) return CALL("cuMemAllocFromPoolAsync", out, a, b, c);
+    if (!strcmp(name, "pool-of")) return CALL("cuDeviceGetDefaultMemPool", out, a);
     if (!strcmp(name, "keep")) {
         u64 pool;
         CALL("cuDeviceGetDefaultMemPool", &pool, a);
         return CALL("cuMemPoolSetAttribute", pool, 4UL, &b);
     }
+    if (!strcmp(name, "keep-in")) return CALL("cuMemPoolSetAttribute", a, 4UL, &b);
     if (!strcmp(name, "trim")) {
         u64 pool = b;
         if (!pool)
@@ -364,6 +374,14 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "bind")) return CALL("cuMulticastBindMem", a, c, b, 0UL, 2UL << 20, 0UL);
     if (!strcmp(name, "bind-address")) return CALL("cuMulticastBindAddr", a, c, b, 2UL << 20, 0UL);
     if (!strcmp(name, "unbind")) return CALL("cuMulticastUnbind", a, b, c, 2UL << 20);
+    if (!strcmp(name, "endpoint")) {
+        u64 properties[4] = {1, 64 << 20};
+        return CALL("cuLogicalEndpointCreate", a, properties);
+    }
+    if (!strcmp(name, "endpoint-bind")) return CALL("cuLogicalEndpointBindMem", a, 0, c, b, 0UL, 2UL << 20, 0UL);
+    if (!strcmp(name, "endpoint-bind-address")) return CALL("cuLogicalEndpointBindAddr", a, 0, c, b, 2UL << 20, 0UL);
+    if (!strcmp(name, "endpoint-unbind")) return CALL("cuLogicalEndpointUnbind", a, b, c, 2UL << 20);
+    if (!strcmp(name, "endpoint-destroy")) return CALL("cuLogicalEndpointDestroy", a);
     if (!strcmp(name, "stream")) return CALL("cuStreamCreate", out, 0UL);
     if (!strcmp(name, "wait")) return CALL("cuStreamSynchronize", a);
     if (!strcmp(name, "wait-context")) return CALL("cuCtxSynchronize");
@@ -555,6 +573,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     /* What others may have. A descriptor is sent to who listens under a number. */
     static int descriptor = -1, listening = -1;
     if (!strcmp(name, "export")) return CALL("cuMemExportToShareableHandle", &descriptor, a, 1UL, 0UL);
+    if (!strcmp(name, "dma-buf")) return CALL("cuMemGetHandleForAddressRange", &descriptor, a, b, 1UL, 0UL);
     if (!strcmp(name, "listen")) return listening = reach(a, 1), listening < 0;
     if (!strcmp(name, "send")) {
         int to = reach(a, 0), failed = send_descriptor(to, descriptor);
