@@ -5,6 +5,8 @@
 #![forbid(unsafe_code)]
 
 use std::{
+    fs, io,
+    path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -12,8 +14,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use integration::{
-    burst,
-    cache::Line,
+    burst, cache,
     host::Options,
     node::Node,
     pod::{Container, Pod},
@@ -42,31 +43,25 @@ enum Other {
     Share(share::Arguments),
 }
 
-/// Time from the admission of a pod to its container's start, in milliseconds.
+/// Times from the admission of a pod to its container's start.
 #[derive(Serialize)]
 struct Figures {
     containerd: String,
     rounds: usize,
-    /// No share asked for, no NRI plugin connected.
-    without_ms: Spread,
-    /// No share asked for, NRI plugin connected.
-    plain_ms: Spread,
-    /// A share asked for and given.
-    share_ms: Spread,
-    /// Medians of the latter two over the first.
-    plain_ratio: f64,
-    share_ratio: f64,
-    /// Medians of each step, in milliseconds.
-    steps: Vec<Step>,
+    /// What a pod goes through.
+    steps: [&'static str; STEPS.len()],
+    pods: Vec<Line>,
 }
 
-/// A step on a pod's way, for each kind of pod.
+/// Those of one kind of pod.
 #[derive(Serialize)]
-struct Step {
+struct Line {
     name: &'static str,
-    without_ms: f64,
-    plain_ms: f64,
-    share_ms: f64,
+    total_ms: Spread,
+    /// Of the median, to that of pods without vcuda.
+    ratio: f64,
+    /// Median of each step, in milliseconds.
+    steps_ms: [f64; STEPS.len()],
 }
 
 /// What kubelet does to start a pod, one after the other.
@@ -108,61 +103,107 @@ fn main() -> ExitCode {
     }
 }
 
+/// What is measured in each round.
+const KINDS: [&str; 4] =
+    ["no share, without vcuda", "no share, with vcuda", "share", "share, its hook does nothing"];
+
 async fn measure(arguments: &Arguments) -> Result<()> {
     ensure!(arguments.rounds > 0, "at least one round");
-    let mut node = Node::with_vcuda(&Options::on(Line::from_env()?)).await?;
+    let mut node = Node::start(&Options::on(cache::Line::from_env()?)).await?;
+    let hook = Hook::install(&mut node)?;
+    node.vcuda.start_device_plugin()?;
+    node.vcuda.start_nri_plugin().await?;
+    node.wait_for_offer().await?;
     let plain = Container::new("main", node.image());
     let share = plain.clone().share(20, 32);
-    let (mut without, mut with, mut shares) = (vec![], vec![], vec![]);
+    let mut all: [Vec<Times>; KINDS.len()] = Default::default();
     // The first pod of each kind reads files that the others find in memory.
     for round in 0..=arguments.rounds {
         node.vcuda.nri_plugin()?.terminate()?;
-        let bare = time(&node, &plain).await?;
+        let without = time(&node, &plain).await?;
         node.vcuda.start_nri_plugin().await?;
-        let beside = time(&node, &plain).await?;
+        // On a node the plugin runs for weeks: its first share is not the usual one.
+        time(&node, &share).await?;
+        let with = time(&node, &plain).await?;
         let shared = time(&node, &share).await?;
+        hook.replace()?;
+        let spawned = time(&node, &share).await?;
+        hook.restore()?;
         if round > 0 {
-            without.push(bare);
-            with.push(beside);
-            shares.push(shared);
+            for (times, new) in all.iter_mut().zip([without, with, shared, spawned]) {
+                times.push(new);
+            }
         }
     }
-    let kinds = [&without, &with, &shares];
-    let [without_ms, plain_ms, share_ms] =
-        kinds.map(|kind| Spread::of(kind.iter().map(|times| times.iter().sum())));
-    let step = |(at, name): (usize, &&'static str)| {
-        let [without_ms, plain_ms, share_ms] =
-            kinds.map(|kind| Spread::of(kind.iter().map(|times| times[at])).median);
-        Step { name, without_ms, plain_ms, share_ms }
+    let spread = |times: &Vec<Times>| Spread::of(times.iter().map(|times| times.iter().sum()));
+    let base = spread(&all[0]).median;
+    let line = |(name, times): (&'static str, &Vec<Times>)| {
+        let total_ms = spread(times);
+        let step = |at: usize| Spread::of(times.iter().map(|times| times[at])).median;
+        Line { name, total_ms, ratio: total_ms.median / base, steps_ms: std::array::from_fn(step) }
     };
     let figures = Figures {
         containerd: node.cri().version().await?,
         rounds: arguments.rounds,
-        without_ms,
-        plain_ms,
-        share_ms,
-        plain_ratio: plain_ms.median / without_ms.median,
-        share_ratio: share_ms.median / without_ms.median,
-        steps: STEPS.iter().enumerate().map(step).collect(),
+        steps: STEPS,
+        pods: KINDS.into_iter().zip(&all).map(line).collect(),
     };
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&figures)?);
         return Ok(());
     }
-    println!("pod creation on {}, {} rounds, milliseconds", figures.containerd, figures.rounds);
-    println!("{:<28} {:>8} {:>8} {:>8}", "", "median", "p90", "ratio");
-    for (name, spread, ratio) in [
-        ("no share, without vcuda", without_ms, 1.0),
-        ("no share, with vcuda", plain_ms, figures.plain_ratio),
-        ("share", share_ms, figures.share_ratio),
-    ] {
-        println!("{name:<28} {:>8.1} {:>8.1} {ratio:>8.3}", spread.median, spread.p90);
-    }
-    println!("\n{:<28} {:>8} {:>8} {:>8}", "median of each step", "without", "with", "share");
-    for Step { name, without_ms, plain_ms, share_ms } in &figures.steps {
-        println!("{name:<28} {without_ms:>8.1} {plain_ms:>8.1} {share_ms:>8.1}");
+    println!("pod creation on {}, {} rounds, milliseconds, median", figures.containerd, figures.rounds);
+    print!("{:<30} {:>7} {:>7} {:>6}", "", "median", "p90", "ratio");
+    println!("{}", STEPS.map(|step| format!(" {step:>14}")).concat());
+    for Line { name, total_ms, ratio, steps_ms } in &figures.pods {
+        print!("{name:<30} {:>7.1} {:>7.1} {ratio:>6.3}", total_ms.median, total_ms.p90);
+        println!("{}", steps_ms.map(|step| format!(" {step:>14.1}")).concat());
     }
     Ok(())
+}
+
+/// vcuda's hook on this node, and a program that does nothing to take its place: what is left of a share's time then is
+/// what the runtime takes to start any hook, to make the mounts, and to ask the NRI plugin.
+struct Hook {
+    bin: PathBuf,
+}
+
+impl Hook {
+    const NAME: &str = "vcuda-hook";
+    const NOTHING: &str = "/bin/true";
+
+    /// Gives the node an installation of its own, before its daemons start: others may use the built one.
+    fn install(node: &mut Node) -> Result<Self> {
+        let built = node.vcuda.file().paths.install.clone();
+        let own = node.folder().join("install");
+        for part in ["bin", "lib"] {
+            fs::create_dir_all(own.join(part))?;
+            for file in fs::read_dir(built.join(part))? {
+                let file = file?;
+                fs::copy(file.path(), own.join(part).join(file.file_name()))?;
+            }
+        }
+        let bin = own.join("bin");
+        fs::copy(bin.join(Self::NAME), bin.join("real"))?;
+        fs::copy(Self::NOTHING, bin.join("nothing"))?;
+        node.vcuda.change(|file| file.paths.install = own)?;
+        Ok(Self { bin })
+    }
+
+    fn replace(&self) -> io::Result<()> {
+        self.put("nothing")
+    }
+
+    fn restore(&self) -> io::Result<()> {
+        self.put("real")
+    }
+
+    /// Puts another program in its place at once: one that runs cannot be written.
+    fn put(&self, program: &str) -> io::Result<()> {
+        let link = self.bin.join("next");
+        fs::hard_link(self.bin.join(program), &link)?;
+        fs::rename(&link, self.bin.join(Self::NAME))
+    }
 }
 
 /// Creates a pod, and removes it again outside the measured time.
