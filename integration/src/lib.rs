@@ -20,6 +20,8 @@ pub mod pod;
 pub mod pod_resources;
 pub mod probe;
 pub mod process;
+#[cfg(test)]
+mod scripts;
 pub mod share;
 pub mod teardown;
 pub mod vcuda;

@@ -50,7 +50,7 @@ Exit codes:
 
 /// Gives containers their GPU shares when containerd creates them (NRI plugin).
 #[derive(Debug, Parser)]
-#[command(version, after_help = HELP)]
+#[command(name = "vcuda-nri-plugin", version, after_help = HELP)]
 struct Arguments {
     /// The node file.
     #[arg(long, value_name = "FILE", env = "VCUDA_CONFIG", default_value = NodeFile::DEFAULT_PATH)]

@@ -178,6 +178,8 @@ fn arguments_that_make_no_sense_are_one_sentence_and_exit_code_2() {
     ] {
         sentence(&run(Command::new(hook()).args(args), ""), 2);
     }
+    let text = sentence(&run(Command::new(hook()).arg("guard"), ""), 2);
+    assert!(text.contains("--state") && text.contains("--install"), "what is missing is named: {text}");
 }
 
 #[test]

@@ -24,7 +24,7 @@ use serde::Serialize;
 
 /// Measures the creation of pods with vcuda and without it.
 #[derive(Parser)]
-#[command(version, args_conflicts_with_subcommands = true)]
+#[command(name = "vcuda-bench", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
     #[command(subcommand)]
     other: Option<Other>,
@@ -241,8 +241,14 @@ mod tests {
                 let value = if argument.get_action().takes_values() { "=" } else { "" };
                 let long = argument.get_long().map(|long| format!("--{long}{value}"));
                 let short = argument.get_short().map(|short| format!("-{short}{value}"));
+                let values: Vec<_> =
+                    argument.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
                 for option in long.into_iter().chain(short) {
-                    assert!(known.contains(&option.as_str()), "{option}");
+                    // With its values, where the script knows them.
+                    let with_values = format!("{option}{}", values.join("|"));
+                    let is_known =
+                        |word: &&str| **word == option || !value.is_empty() && **word == with_values;
+                    assert!(known.iter().any(is_known), "{option}");
                 }
             }
         }

@@ -30,7 +30,7 @@ const GIB: u64 = 1 << 30;
 ///
 /// Exit codes: 0 all was as it should be, 1 something was not, 2 usage.
 #[derive(Parser)]
-#[command(version)]
+#[command(name = "vcuda-demo", version)]
 struct Arguments {
     /// Which driver.
     #[arg(long, value_enum, default_value = "simulated")]

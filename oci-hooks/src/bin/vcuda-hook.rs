@@ -99,9 +99,10 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         Err(error) => {
-            // The first paragraph is the sentence; usage and hints follow.
+            // The first paragraph is the sentence, over several lines where it lists something; usage and hints follow.
             let text = error.to_string();
-            say(text.lines().next().unwrap_or("the arguments make no sense"));
+            let paragraph = text.lines().map(str::trim).take_while(|line| !line.is_empty());
+            say(&paragraph.collect::<Vec<_>>().join(" "));
             return ExitCode::from(USAGE);
         }
     };

@@ -44,6 +44,9 @@ pub(super) fn node(report: &NodeReport) -> String {
 }
 
 pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
+    if rows.is_empty() {
+        return "nothing to check was found\n".into();
+    }
     let mut text = String::new();
     for row in rows {
         text.push_str(&format!("{}\n", row.subject));
