@@ -64,7 +64,7 @@ pub enum Fatal {
 impl Fatal {
     /// What `--help` says about exit codes.
     pub const HELP: &'static str = "Exit codes:\n  \
-        0  done, or stopped as asked (SIGTERM or SIGINT)\n  \
+        0  done, or stopped as asked (SIGTERM, SIGINT or SIGHUP)\n  \
         1  the system refused something, or there is no state to show\n  \
         2  wrong command line\n  \
         3  the node file is wrong or missing\n  \

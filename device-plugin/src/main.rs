@@ -383,11 +383,14 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).map_err(system("SIGTERM cannot be caught"))?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(system("SIGINT cannot be caught"))?;
+        // Who sends it wants the node file read anew, and whoever starts this process again does that.
+        let mut hangup = signal(SignalKind::hangup()).map_err(system("SIGHUP cannot be caught"))?;
         let (stop, stopped) = watch::channel(false);
         tokio::spawn(async move {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                _ = hangup.recv() => {}
             }
             stop.send_replace(true);
             // Held, so that nobody takes the end of this task for something else.

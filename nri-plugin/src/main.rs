@@ -41,7 +41,7 @@ While it is in service, /run/vcuda/nri-plugin.ready exists. `vcuda-nri-plugin --
 While it is stopped, containers with a share are refused by the guard; running ones never notice.
 
 Exit codes:
-  0  stopped by SIGTERM or SIGINT, or containerd, which had started it, is gone; with --ready: it is in service
+  0  stopped by SIGTERM, SIGINT or SIGHUP, or containerd, which had started it, is gone; with --ready: it is in service
   1  something failed that a restart may heal
   2  wrong arguments
   3  another vcuda-nri-plugin runs on this node
@@ -116,10 +116,13 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        // Who sends it wants the node file read anew, and whoever starts this process again does that.
+        let mut hangup = signal(SignalKind::hangup())?;
         let stop = async {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                _ = hangup.recv() => {}
             }
         };
         way.go(stop).await?;

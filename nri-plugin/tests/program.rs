@@ -53,6 +53,25 @@ fn terminate(child: &Child) {
 }
 
 #[tokio::test]
+async fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
+    let node = TestNode::new();
+    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+    for signal in [Signal::INT, Signal::HUP] {
+        let child = program(&node).spawn().unwrap();
+        let (trunk, _) = listener.accept().await.unwrap();
+        let mut runtime = FakeRuntime::start(trunk).await;
+        runtime.admit().await;
+        eventually("ready", || exists(&node.ready_file())).await;
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{signal:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(!exists(&node.ready_file()), "{signal:?}");
+    }
+}
+
+#[tokio::test]
 async fn it_serves_until_sigterm_and_shows_when_it_is_ready() {
     let node = TestNode::new();
     let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();

@@ -53,7 +53,7 @@ It serves in one of two ways:
   as a Service           over HTTPS, with a leader of its own; replicas that do not lead are not ready.
 
 Exit codes:
-  0  stopped by SIGTERM or SIGINT
+  0  stopped by SIGTERM, SIGINT or SIGHUP
   1  something failed that a restart may heal
   2  wrong arguments
   3  the lease was lost: another replica may lead";
@@ -174,6 +174,7 @@ async fn run(arguments: &Arguments) -> Result<End> {
     }
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
     let client = client(arguments.kubeconfig.as_deref()).await?;
     let (lead_until, until) = watch::channel(None);
     let (lead, mut candidate) = if arguments.leader_elect {
@@ -193,6 +194,7 @@ async fn run(arguments: &Arguments) -> Result<End> {
         let end = tokio::select! {
             _ = terminate.recv() => End::Stopped,
             _ = interrupt.recv() => End::Stopped,
+            _ = hangup.recv() => End::Stopped,
             () = &mut work => End::LeaseLost,
             ended = &mut server => {
                 ended.context("the server broke off")??;

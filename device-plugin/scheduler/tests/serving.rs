@@ -13,6 +13,7 @@ use std::{
 };
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustix::process::{Pid, Signal, kill_process};
 use scheduler::tls::{Files, TlsListener};
 use tempfile::TempDir;
 use tokio_rustls::{
@@ -94,9 +95,29 @@ fn before_it_knows_the_cluster_it_lives_is_not_ready_and_says_why() {
     let metrics = http(port, "GET /metrics", "").unwrap();
     assert!(metrics.contains("\nvcuda_scheduler_serving 0\n"), "{metrics}");
 
-    let pid = rustix::process::Pid::from_child(&child.0);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    assert_eq!(child.0.wait().unwrap().code(), Some(0));
+    end(&mut child, Signal::TERM);
+}
+
+fn end(child: &mut Killed, signal: Signal) {
+    kill_process(Pid::from_child(&child.0), signal).unwrap();
+    assert_eq!(child.0.wait().unwrap().code(), Some(0), "{signal:?}");
+}
+
+#[test]
+fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
+    for signal in [Signal::INT, Signal::HUP] {
+        let folder = TempDir::new().unwrap();
+        let port = free_port();
+        let mut command = command(folder.path());
+        command.args(["--leader-elect=false", "--listen", &format!("127.0.0.1:{port}")]);
+        let mut child = Killed(command.stderr(Stdio::null()).spawn().unwrap());
+        let start = Instant::now();
+        while http(port, "GET /healthz", "").is_err() {
+            assert!(start.elapsed() < PATIENCE);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        end(&mut child, signal);
+    }
 }
 
 fn ends(command: &mut Command) -> (Option<i32>, String) {

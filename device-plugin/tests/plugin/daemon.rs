@@ -8,6 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::PATIENCE;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_vcuda-device-plugin");
@@ -102,9 +104,13 @@ impl Daemon {
     }
 
     /// Ends it with SIGTERM.
-    pub fn stop(mut self) -> ExitStatus {
-        let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    pub fn stop(self) -> ExitStatus {
+        self.end_with(Signal::TERM)
+    }
+
+    /// Ends it with a signal.
+    pub fn end_with(mut self, signal: Signal) -> ExitStatus {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
         self.child.wait().unwrap()
     }
 }

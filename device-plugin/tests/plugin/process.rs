@@ -7,6 +7,7 @@ use std::{
 };
 
 use ledger::{Driver, Inventory};
+use rustix::process::Signal;
 
 use crate::daemon::{Node, verdict};
 
@@ -96,6 +97,16 @@ fn a_missing_driver_is_waited_for_and_told_of_once() {
     daemon.says("still nothing to offer");
     assert_eq!(daemon.log().matches("the NVIDIA driver cannot be used").count(), 1);
     assert!(daemon.stop().success());
+}
+
+#[test]
+fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let node = Node::new();
+        let mut daemon = node.start();
+        daemon.says("waiting for it");
+        assert_eq!(daemon.end_with(signal).code(), Some(0), "{signal:?}");
+    }
 }
 
 #[test]
