@@ -7,7 +7,7 @@ use ledger::{Driver, Inventory, Shares};
 use rustix::fs::{Access, access};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
-use vcuda_config::{GpuUuid, NodeFile, NodeGpus};
+use vcuda_config::{GpuUuid, NodeFile, NodeGpus, in_one_line};
 
 use crate::{
     fatal::Fatal,
@@ -214,7 +214,7 @@ impl Keeper {
                 Ok(true)
             }
             Err(error) => {
-                let error = format!("{error:#}");
+                let error = in_one_line(error.as_ref());
                 if self.told.as_ref() != Some(&error) {
                     error!(error, "no CDI spec; trying again, kubelet is told of the GPUs when there is one");
                     self.told = Some(error);

@@ -26,6 +26,7 @@ use tokio_rustls::{
     server::TlsStream,
 };
 use tracing::{debug, info, warn};
+use vcuda_config::in_one_line;
 
 /// How long a caller may take to introduce itself.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -154,7 +155,7 @@ async fn keep_fresh(files: Files, refresh: Duration, config: Shared, send: mpsc:
                     last = now;
                     info!(certificate = %files.certificate.display(), "the certificate was renewed");
                 }
-                Err(error) => warn!("the certificate stays as it was: {error:#}"),
+                Err(error) => warn!("the certificate stays as it was: {}", in_one_line(error.as_ref())),
             }
         }
     }

@@ -4,6 +4,7 @@
 //! has, no running container loses its GPU, no ghost stays, and in the end scheduler and nodes say the same.
 //! `VCUDA_MODEL_STEPS` names the number of steps, `VCUDA_MODEL_SEED` the history.
 
+#![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
 
 mod cluster;

@@ -16,6 +16,7 @@
 //!
 //! So are the pod lists of Alibaba's cluster-trace-gpu-v2023 (`openb_pod_list_*.csv`), which have no GPU memory.
 
+#![forbid(unsafe_code)]
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
 
 mod rules;
