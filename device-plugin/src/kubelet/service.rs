@@ -15,6 +15,7 @@ use tonic::{Request, Response, Status};
 use tracing::{info, warn};
 use vcuda_config::{
     CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, CORE_PER_GPU, GpuUuid, Grant, Resources, annotation,
+    in_one_line,
 };
 
 use super::api::{
@@ -37,6 +38,10 @@ const HEARD_WITHIN: Duration = Duration::from_millis(20);
 
 /// A shorter wait is not worth it.
 const SHORTEST_WAIT: Duration = Duration::from_millis(10);
+
+/// How long a wish that would be refused waits for that word: kubelet fails its pod for good, and would have room for it
+/// once it is known that its IDs are tokens.
+const REFUSED_WITHIN: Duration = Duration::from_millis(500);
 
 /// Makes sure that the CDI spec is on disk and fits the driver. It may block.
 pub type EnsureCdi = dyn Fn() -> anyhow::Result<()> + Send + Sync;
@@ -83,35 +88,50 @@ impl Context {
         granted.guess(&expected, resource, units).map(|one| one.gpus.clone())
     }
 
-    /// The same, after a wait for word of it where a scheduler has ever placed a container here. Who has the first
-    /// resource of a pair is known by then, so a container that nobody has placed waits once.
+    /// The same, after a wait for word of it. Who has the first resource of a pair is known by then, so a container that
+    /// nobody has placed waits once.
     async fn placed_soon(&self, resource: Resource, units: u32) -> Option<Vec<GpuUuid>> {
-        let mut expected = self.expected.clone();
         let patience = *self.patience.lock().unwrap_or_else(PoisonError::into_inner);
-        // This receiver never looks, so something new is all that there ever was.
-        let waits = patience >= SHORTEST_WAIT
-            && expected.has_changed().unwrap_or(false)
-            && self
-                .trail
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .near(resource, Instant::now())
-                .is_empty();
-        let hear = async {
-            loop {
-                expected.mark_unchanged();
-                let placed = self.placed(resource, units);
-                if placed.is_some() || !waits || expected.changed().await.is_err() {
-                    return placed;
-                }
-            }
+        let first = self
+            .trail
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .near(resource, Instant::now())
+            .is_empty();
+        let waits = patience >= SHORTEST_WAIT && first;
+        let placed = match waits {
+            true => self.heard(resource, units, patience).await,
+            false => self.placed(resource, units),
         };
-        let placed = time::timeout(patience, hear).await.unwrap_or(None);
         if placed.is_some() || waits {
             let next = if placed.is_some() { HEARD_WITHIN } else { patience / 2 };
             *self.patience.lock().unwrap_or_else(PoisonError::into_inner) = next;
         }
         placed
+    }
+
+    /// The same for a wish that would be refused, where a scheduler has placed a container since the start.
+    async fn placed_at_last(&self, resource: Resource, units: u32) -> Option<Vec<GpuUuid>> {
+        // This receiver never looks, so something new is all that there ever was.
+        match self.expected.has_changed() {
+            Ok(true) => self.heard(resource, units, REFUSED_WITHIN).await,
+            _ => None,
+        }
+    }
+
+    /// As [`Context::placed`], as soon as it is known.
+    async fn heard(&self, resource: Resource, units: u32, within: Duration) -> Option<Vec<GpuUuid>> {
+        let mut expected = self.expected.clone();
+        let hear = async {
+            loop {
+                expected.mark_unchanged();
+                let placed = self.placed(resource, units);
+                if placed.is_some() || expected.changed().await.is_err() {
+                    return placed;
+                }
+            }
+        };
+        time::timeout(within, hear).await.unwrap_or(None)
     }
 
     fn note(&self, resource: Resource, grant: &Grant) {
@@ -174,8 +194,9 @@ impl Service {
             let shared = Arc::clone(context);
             let ensured = tokio::task::spawn_blocking(move || (shared.ensure_cdi)()).await;
             ensured.map_err(anyhow::Error::from).flatten().map_err(|error| {
-                warn!(error = format!("{error:#}"), "no CDI spec");
-                Status::internal(format!("{}: no CDI spec: {error:#}", context.resource_name(self.resource)))
+                let error = in_one_line(error.as_ref());
+                warn!(error, "no CDI spec");
+                Status::internal(format!("{}: no CDI spec: {error}", context.resource_name(self.resource)))
             })?;
         }
         context.note(self.resource, &grant);
@@ -265,11 +286,17 @@ impl DevicePlugin for Service {
                 let trail = context.trail.lock().unwrap_or_else(PoisonError::into_inner);
                 trail.near(self.resource, Instant::now()).to_vec()
             };
-            let device_ids =
-                prefer::prefer(self.resource, &context.names, &offer, wish, &near).map_err(|refusal| {
-                    warn!(resource = %self.resource, %refusal, "refused");
-                    Status::failed_precondition(refusal.to_string())
-                })?;
+            let preferred = prefer::prefer(self.resource, &context.names, &offer, wish, &near);
+            let device_ids = match preferred {
+                Ok(device_ids) => device_ids,
+                Err(refusal) => match context.placed_at_last(self.resource, wish.size).await {
+                    Some(gpus) => prefer::prefer_placed(self.resource, &offer, wish, &gpus),
+                    None => {
+                        warn!(resource = %self.resource, %refusal, "refused");
+                        return Err(Status::failed_precondition(refusal.to_string()));
+                    }
+                },
+            };
             container_responses.push(ContainerPreferredAllocationResponse { device_ids });
         }
         Ok(Response::new(PreferredAllocationResponse { container_responses }))
@@ -318,6 +345,7 @@ mod tests {
     use futures::{FutureExt, poll};
 
     use super::*;
+    use crate::{kubelet::api::ContainerPreferredAllocationRequest, offer::OfferedGpu};
 
     fn context() -> (Context, watch::Sender<Arc<Vec<Expected>>>) {
         let (expect, expected) = watch::channel(Arc::default());
@@ -331,13 +359,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_wish_waits_for_word_of_its_container_where_a_scheduler_places_them() {
+    async fn a_wish_waits_for_word_of_its_container() {
         let (context, expect) = context();
-        // Nobody ever placed one here: pods do not wait.
-        assert!(pin!(context.placed_soon(Resource::Core, 20)).now_or_never().unwrap().is_none());
-
+        // The first one since the start, too.
         let first = placed("a", 10, 1);
+        let mut wish = pin!(context.placed_soon(Resource::Core, 10));
+        assert!(poll!(&mut wish).is_pending());
         expect.send_replace(Arc::new(vec![first.clone()]));
+        assert_eq!(wish.await, Some(first.gpus.clone()));
+
         let mut wish = pin!(context.placed_soon(Resource::Core, 20));
         assert!(poll!(&mut wish).is_pending());
         // Word of another one is not enough.
@@ -354,6 +384,54 @@ mod tests {
             &Grant::from_ids(&[vcuda_config::DeviceId { gpu: ours.gpus[0].clone(), index: 0 }]),
         );
         assert_eq!(context.placed_soon(Resource::Memory, 4).now_or_never(), Some(None));
+    }
+
+    /// The GPU has room by the scheduler's books and by the ledger; kubelet's units of it are pieces.
+    #[tokio::test(start_paused = true)]
+    async fn a_placed_wish_that_kubelet_has_only_pieces_for_is_waited_for_before_it_is_refused() {
+        let gpu = |n| OfferedGpu {
+            uuid: GpuUuid::from_bytes([n; 16]),
+            numa_node: None,
+            memory_units: 8,
+            trouble: None,
+        };
+        let (expect, expected) = watch::channel(Arc::default());
+        let (_offer, offer) = watch::channel(Arc::new(Offer::new(vec![gpu(1), gpu(2)], BTreeSet::new())));
+        let context = Context::new(Resources::default(), offer, expected, Arc::new(|| Ok(())));
+        let (streams, stop) = (watch::channel(0).0, watch::channel(false).1);
+        let service = Service::new(Resource::Core, Arc::new(context), streams, stop);
+        let available_device_ids: Vec<String> = [1, 2]
+            .into_iter()
+            .flat_map(|n| (0..30).map(move |index| format!("{}::{index}", GpuUuid::from_bytes([n; 16]))))
+            .collect();
+        let ask = || {
+            let asked = ContainerPreferredAllocationRequest {
+                available_device_ids: available_device_ids.clone(),
+                must_include_device_ids: Vec::new(),
+                allocation_size: 40,
+            };
+            service.get_preferred_allocation(Request::new(PreferredAllocationRequest {
+                container_requests: vec![asked],
+            }))
+        };
+        // Where no scheduler has ever placed one, kubelet is told at once, but for the usual wait.
+        let begun = time::Instant::now();
+        assert!(ask().await.unwrap_err().message().contains("only the pieces"));
+        assert!(begun.elapsed() <= HEARD_WITHIN);
+
+        expect.send_replace(Arc::new(vec![placed("a", 10, 1)]));
+        assert!(ask().await.is_err(), "nobody speaks of it");
+        let mut wish = pin!(ask());
+        assert!(poll!(&mut wish).is_pending());
+        time::advance(HEARD_WITHIN * 2).await;
+        assert!(poll!(&mut wish).is_pending());
+        expect.send_replace(Arc::new(vec![placed("b", 40, 2)]));
+        let answer = wish.await.unwrap().into_inner();
+        let chosen = &answer.container_responses[0].device_ids;
+        let of_the_second = chosen.iter().filter(|id| id.starts_with(GpuUuid::from_bytes([2; 16]).as_str()));
+        assert_eq!((chosen.len(), of_the_second.count()), (40, 30), "all of its GPU, and tokens");
+        // And Allocate takes them for what they are.
+        assert!(service.allocate_one(chosen).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]
