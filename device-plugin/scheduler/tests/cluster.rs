@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
 
+#[expect(dead_code, reason = "other tests need more")]
 mod support;
 
 use std::{
