@@ -1,7 +1,7 @@
 //! Physical memory that is used without an address: as tiles of sparse arrays, and bound to multicast objects. It lives as
 //! long as that, whether or not there is still a handle to it, so the account follows it here.
 
-use std::{ffi::c_uint, sync::atomic::Ordering::Relaxed};
+use std::{convert::identity, ffi::c_uint, sync::atomic::Ordering::Relaxed};
 
 use crate::{
     cuda::{
@@ -185,7 +185,7 @@ macro_rules! maps_arrays {
         }
     };
 }
-maps_arrays!(cuMemMapArrayAsync, std::convert::identity);
+maps_arrays!(cuMemMapArrayAsync, identity);
 maps_arrays!(cuMemMapArrayAsync_ptsz, |stream| if stream == 0 { CU_STREAM_PER_THREAD } else { stream });
 
 #[unsafe(no_mangle)]
@@ -215,11 +215,16 @@ fn bound(physical: &mut Physical, object: Handle, from: u64, of: Option<Number>,
     physical.uses.bindings.push(Binding { object, gpu, from, to: from.saturating_add(bytes), of });
 }
 
+/// The handle by which a logical endpoint (CUDA 13.3), which has a number, is known here. The driver's handles are addresses.
+fn endpoint(id: u32) -> Handle {
+    1 << 63 | u64::from(id)
+}
+
 macro_rules! binds {
-    ($($symbol:ident($handle:ident [$($device:ident: $kind:ty)?] $memory:ident: $type:ty $(, $offset:ident)?) by $used:ident;)*) => { $(
+    ($($symbol:ident($known:ident $object:ident: $handle:ty, [$($device:ident: $kind:ty)?] $memory:ident: $type:ty $(, $offset:ident)?) by $used:ident;)*) => { $(
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(
-            $handle: Handle,
+            $object: $handle,
             $($device: $kind,)?
             at: usize,
             $memory: $type,
@@ -231,75 +236,25 @@ macro_rules! binds {
                 // SAFETY: the arguments are the application's, for the driver to judge.
                 || unsafe {
                     driver!(cuda::$symbol(
-                        $handle => Handle, $($device => $kind,)? at => usize, $memory => $type, $($offset => usize,)?
+                        $object => $handle, $($device => $kind,)? at => usize, $memory => $type, $($offset => usize,)?
                         bytes => usize, flags => u64,
                     ))
                 },
                 |physical, _| {
                     let of = physical.$used($memory);
-                    bound(physical, $handle, at as u64, of, bytes as u64);
+                    bound(physical, $known($object), at as u64, of, bytes as u64);
                 },
             )
         }
     )* };
 }
 binds! {
-    cuMulticastBindMem(object [] memory: Handle, offset) by use_of;
-    cuMulticastBindMem_v2(object [device: Device] memory: Handle, offset) by use_of;
-    cuMulticastBindAddr(object [] address: DevicePtr) by use_at;
-    cuMulticastBindAddr_v2(object [device: Device] address: DevicePtr) by use_at;
-}
-
-/// The handle by which a logical endpoint (CUDA 13.3), which has a number, is known here. The driver's handles are addresses.
-fn endpoint(id: u32) -> Handle {
-    1 << 63 | u64::from(id)
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuLogicalEndpointBindMem(
-    id: u32,
-    device: Device,
-    at: u64,
-    memory: Handle,
-    offset: u64,
-    bytes: u64,
-    flags: u64,
-) -> Result {
-    follow(
-        // SAFETY: the arguments are the application's, for the driver to judge.
-        || unsafe {
-            driver!(cuda::cuLogicalEndpointBindMem(
-                id => u32, device => Device, at => u64, memory => Handle, offset => u64, bytes => u64, flags => u64,
-            ))
-        },
-        |physical, _| {
-            let of = physical.use_of(memory);
-            bound(physical, endpoint(id), at, of, bytes);
-        },
-    )
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuLogicalEndpointBindAddr(
-    id: u32,
-    device: Device,
-    at: u64,
-    address: DevicePtr,
-    bytes: u64,
-    flags: u64,
-) -> Result {
-    follow(
-        // SAFETY: the arguments are the application's, for the driver to judge.
-        || unsafe {
-            driver!(cuda::cuLogicalEndpointBindAddr(
-                id => u32, device => Device, at => u64, address => DevicePtr, bytes => u64, flags => u64,
-            ))
-        },
-        |physical, _| {
-            let of = physical.use_at(address);
-            bound(physical, endpoint(id), at, of, bytes);
-        },
-    )
+    cuMulticastBindMem(identity object: Handle, [] memory: Handle, offset) by use_of;
+    cuMulticastBindMem_v2(identity object: Handle, [device: Device] memory: Handle, offset) by use_of;
+    cuMulticastBindAddr(identity object: Handle, [] address: DevicePtr) by use_at;
+    cuMulticastBindAddr_v2(identity object: Handle, [device: Device] address: DevicePtr) by use_at;
+    cuLogicalEndpointBindMem(endpoint id: u32, [device: Device] memory: Handle, offset) by use_of;
+    cuLogicalEndpointBindAddr(endpoint id: u32, [device: Device] address: DevicePtr) by use_at;
 }
 
 #[unsafe(no_mangle)]

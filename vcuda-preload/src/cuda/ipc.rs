@@ -8,7 +8,12 @@
 //! is done with, but has a descriptor of, a `dma-buf`'s too, stays on the account until that is closed.
 
 use std::{
-    collections::BTreeMap, ffi::c_void, fs, io::Write, os::fd::RawFd, sync::atomic::Ordering::Relaxed,
+    collections::{BTreeMap, BTreeSet},
+    ffi::c_void,
+    fs,
+    io::Write,
+    os::fd::RawFd,
+    sync::atomic::Ordering::Relaxed,
 };
 
 use region::{Exported, Key};
@@ -51,11 +56,15 @@ impl Others {
 
     /// Gives back what this process is done with, unless it has a descriptor left that stands for it.
     pub fn done_with(&mut self, share: &Share, piece: Piece) {
-        if piece.mark.is_some_and(is_described) {
+        if piece.mark.is_some_and(|mark| open_marks().contains(&mark)) {
             self.described.push(piece);
             share.state().described.store(1, Relaxed);
-            return;
+        } else {
+            self.give_back(share, piece);
         }
+    }
+
+    fn give_back(&mut self, share: &Share, piece: Piece) {
         match piece.with_others {
             WithOthers::No => share.give(piece.gpu, piece.bytes),
             WithOthers::Exported(exported) => share.give_exported(exported, piece.gpu, piece.bytes),
@@ -151,14 +160,12 @@ impl Mark {
     }
 }
 
-/// Whether this process has a descriptor with this mark.
-fn is_described(mark: u64) -> bool {
+/// The numbers of all marks on this process's descriptors.
+fn open_marks() -> BTreeSet<u64> {
     let _kept = errno::Keep::new();
-    let Ok(open) = fs::read_dir("/proc/self/fd") else { return false };
-    open.flatten().any(|entry| {
-        let fd = entry.file_name().to_str().and_then(|name| name.parse().ok());
-        fd.is_some_and(|fd| Mark::all_of(fd).iter().any(|other| other.number == mark))
-    })
+    let Ok(open) = fs::read_dir("/proc/self/fd") else { return BTreeSet::new() };
+    let descriptors = open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    descriptors.flat_map(Mark::all_of).map(|mark| mark.number).collect()
 }
 
 /// Gives back what no descriptor of this process stands for any more.
@@ -166,9 +173,14 @@ pub(super) fn settle(share: &Share) {
     if share.state().described.load(Relaxed) != 0
         && let Some(physical) = &mut *share.state().physical.lock()
     {
-        share.state().described.store(0, Relaxed);
-        let others = &mut physical.others;
-        std::mem::take(&mut others.described).into_iter().for_each(|piece| others.done_with(share, piece));
+        // Looked at once for all of them.
+        let (open, others) = (open_marks(), &mut physical.others);
+        let is_open = |piece: &Piece| piece.mark.is_some_and(|mark| open.contains(&mark));
+        let (kept, gone): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut others.described).into_iter().partition(is_open);
+        share.state().described.store((!kept.is_empty()).into(), Relaxed);
+        others.described = kept;
+        gone.into_iter().for_each(|piece| others.give_back(share, piece));
     }
 }
 
@@ -500,9 +512,10 @@ mod tests {
         let more = Mark { number: 7, bytes: PAGE };
         more.put(other.as_raw_fd());
         assert_eq!(Mark::all_of(other.as_raw_fd()), [Mark { number: 5, bytes: 6 * PAGE }, more]);
-        assert!(is_described(7) && is_described(mark.number) && !is_described(8));
+        let open = open_marks();
+        assert!(open.contains(&7) && open.contains(&mark.number) && !open.contains(&8));
         drop(other);
-        assert!(!is_described(7));
+        assert!(!open_marks().contains(&7));
     }
 
     #[test]

@@ -45,12 +45,17 @@ fn take(share: &'static Share, gpu: usize, bytes: u64) -> bool {
 /// The same without the count of a refusal, for who will try again.
 fn take_quietly(share: &'static Share, gpu: usize, bytes: u64) -> bool {
     share.take_quietly(gpu, bytes) || {
-        pool::settle(share);
-        graph::settle(share);
-        binding::settle(share);
-        ipc::settle(share);
+        settle(share);
         share.take_quietly(gpu, bytes)
     }
+}
+
+/// Gives back what the driver has taken back without a call that says so.
+fn settle(share: &'static Share) {
+    pool::settle(share);
+    graph::settle(share);
+    binding::settle(share);
+    ipc::settle(share);
 }
 
 /// Bytes in whole units of the account, so that differences of what was taken and given come out even.

@@ -2,7 +2,7 @@
 
 use crate::{
     cuda::{
-        binding, graph, ipc, pool,
+        settle,
         types::{CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, Result},
     },
     real::driver,
@@ -13,10 +13,7 @@ use crate::{
 /// nothing.
 fn here() -> core::result::Result<(u64, u64), Result> {
     let share = share().ok_or(CUDA_ERROR_SYSTEM_NOT_READY)?;
-    pool::settle(share);
-    graph::settle(share);
-    binding::settle(share);
-    ipc::settle(share);
+    settle(share);
     Ok(share.here().and_then(|place| place.gpu).map_or((0, 0), |gpu| share.memory(gpu)))
 }
 
