@@ -6,16 +6,14 @@ mod common;
 
 use std::{
     fs,
-    os::{
-        fd::OwnedFd,
-        unix::net::{UnixListener, UnixStream},
-    },
+    os::{fd::OwnedFd, unix::net::UnixStream},
     process::{Child, Command, Stdio},
 };
 
 use common::{FakeRuntime, TestNode, eventually, exists, granted, pod, soon};
 use nri_plugin::wire::ConfigureRequest;
 use rustix::process::{Pid, Signal, kill_process};
+use tokio::net::UnixListener;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_vcuda-nri-plugin");
 
@@ -48,6 +46,11 @@ fn launch(socket: UnixStream) -> Child {
         .unwrap()
 }
 
+/// The runtime's socket.
+fn listen(node: &TestNode) -> UnixListener {
+    UnixListener::bind(&node.file.paths.nri_socket).unwrap()
+}
+
 fn terminate(child: &Child) {
     kill_process(Pid::from_child(child), Signal::TERM).unwrap();
 }
@@ -55,9 +58,7 @@ fn terminate(child: &Child) {
 #[tokio::test]
 async fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
     let node = TestNode::new();
-    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+    let listener = listen(&node);
     for signal in [Signal::INT, Signal::HUP] {
         let child = program(&node).spawn().unwrap();
         let (trunk, _) = listener.accept().await.unwrap();
@@ -74,9 +75,7 @@ async fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
 #[tokio::test]
 async fn it_serves_until_sigterm_and_shows_when_it_is_ready() {
     let node = TestNode::new();
-    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+    let listener = listen(&node);
     let ready = |node: &TestNode| program(node).arg("--ready").output().unwrap();
     let asked = ready(&node);
     assert_eq!(asked.status.code(), Some(5));
@@ -121,9 +120,7 @@ async fn started_by_containerd_it_takes_its_settings_from_there_and_logs_to_the_
     assert_eq!(node.shares().records.len(), 1);
 
     // The connection goes, containerd does not: it comes back by itself.
-    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let listener = tokio::net::UnixListener::from_std(listener).unwrap();
+    let listener = listen(&node);
     runtime.close();
     let (trunk, _) = listener.accept().await.unwrap();
     FakeRuntime::start(trunk).await.admit().await;

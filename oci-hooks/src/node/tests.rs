@@ -15,19 +15,23 @@ struct Node {
     _sockets: Vec<UnixListener>,
 }
 
+fn paths_in(folder: &Path) -> Paths {
+    Paths {
+        driver_root: folder.join("driver"),
+        state: folder.join("state"),
+        cdi: folder.join("cdi"),
+        install: folder.join("install"),
+        kubelet: folder.join("kubelet"),
+        nri_socket: folder.join("nri.sock"),
+        ..Paths::default()
+    }
+}
+
 impl Node {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let paths = Paths {
-            driver_root: at("driver"),
-            state: at("state"),
-            cdi: at("cdi"),
-            install: at("install"),
-            kubelet: at("kubelet"),
-            nri_socket: at("nri.sock"),
-            ..Paths::default()
-        };
+        let paths = paths_in(folder.path());
         let libcuda = Maker {
             soname: Some("libcuda.so.1"),
             exports: vec!["cuInit", "cuDeviceGet"],
@@ -213,15 +217,7 @@ fn functions_of_the_driver_that_the_shim_does_not_know_are_told() {
 fn every_finding_says_what_where_why_and_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
-    let paths = Paths {
-        driver_root: at("driver"),
-        state: at("state"),
-        cdi: at("cdi"),
-        install: at("install"),
-        kubelet: at("kubelet"),
-        nri_socket: at("nri.sock"),
-        ..Paths::default()
-    };
+    let paths = paths_in(folder.path());
     // Nothing is there, and containerd answers that all is off.
     let containerd = at("containerd");
     let answer = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'containerd github.com/x v1.7.1 y' && exit\n\
