@@ -10,9 +10,14 @@ use cdi_generator::{Driver, rules, spec};
 use vcuda_config::Paths;
 
 fn driver_root(line: &str) -> Option<PathBuf> {
-    let material = env::var_os("VCUDA_MATERIAL").map(PathBuf::from).unwrap_or_else(|| {
-        PathBuf::from(env::var_os("HOME").unwrap_or_else(|| "/root".into())).join(".cache/vcuda/material")
-    });
+    let base = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    // The same as `integration/setup.sh --where`.
+    let cache = || {
+        base("VCUDA_CACHE")
+            .or_else(|| base("XDG_CACHE_HOME").map(|dir| dir.join("vcuda")))
+            .unwrap_or_else(|| base("HOME").unwrap_or_else(|| "/root".into()).join(".cache/vcuda"))
+    };
+    let material = base("VCUDA_MATERIAL").unwrap_or_else(|| cache().join("material"));
     let root = material.join("drivers").join(line);
     if !root.exists() {
         eprintln!("driver {line}: skipped, run oci-hooks/tests/material/get");

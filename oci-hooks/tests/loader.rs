@@ -5,11 +5,14 @@
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
 use std::{
-    env, fs,
+    fs,
     io::Write,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
+
+#[path = "material/table.rs"]
+mod table;
 
 const SUITES: [&str; 3] = ["bullseye", "bookworm", "trixie"];
 
@@ -24,10 +27,7 @@ struct Container {
 
 /// A fresh container of each release.
 fn containers() -> Vec<Container> {
-    let home = || PathBuf::from(env::var_os("HOME").unwrap_or_else(|| "/root".into()));
-    let cache = env::var_os("VCUDA_CACHE").map(PathBuf::from).unwrap_or_else(|| {
-        env::var_os("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from).join("vcuda")
-    });
+    let cache = table::cache();
     SUITES.into_iter().map(|suite| Container::new(&cache.join(format!("root-{suite}")), suite)).collect()
 }
 
