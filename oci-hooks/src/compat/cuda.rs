@@ -6,6 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
     fs::{self, File},
+    io,
     path::{Path, PathBuf},
     sync::OnceLock,
 };
@@ -211,6 +212,14 @@ impl Driver {
     /// # Errors
     /// There is none, or its files cannot be read.
     pub fn find(root: &Path, folder: Option<&Path>) -> Result<Self, Trouble> {
+        match fs::metadata(root) {
+            Ok(metadata) if metadata.is_dir() => {}
+            Ok(_) => return Err(no_root(root, "it is no folder")),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(no_root(root, "there is no such folder"));
+            }
+            Err(error) => return Err(no_root(root, &error.to_string())),
+        }
         let named = folder.map(|folder| root.join(folder.strip_prefix("/").unwrap_or(folder)));
         let folders: Vec<PathBuf> = match named {
             Some(folder) => vec![folder],
@@ -222,10 +231,7 @@ impl Driver {
                 return Self::read(version, &libcuda, &nvml);
             }
         }
-        Err(Trouble(format!(
-            "{}: no libcuda.so.<version> in it; name the root of an installed driver",
-            root.display()
-        )))
+        Err(no_root(root, "no libcuda.so.<version> in it"))
     }
 
     fn read(version: String, libcuda: &Path, nvml: &Path) -> Result<Self, Trouble> {
@@ -251,6 +257,10 @@ impl Driver {
         self.exports.contains(name)
             || (2..=4).any(|version| self.exports.contains(&format!("{name}_v{version}")))
     }
+}
+
+fn no_root(root: &Path, reason: &str) -> Trouble {
+    Trouble(format!("{}: {reason}; name the root of an installed driver", root.display()))
 }
 
 /// The file `<prefix><version>` in `folder`, with a version of digits and dots that has a dot: the file itself, not

@@ -130,6 +130,25 @@ fn whatever_is_missing_is_named() {
 }
 
 #[test]
+fn a_driver_root_that_is_not_there_is_told_from_one_without_a_driver() {
+    let node = Node::new();
+    let root = node.file.paths.driver_root.clone();
+    let told = || {
+        let report = check(&node.file, Path::new("/no/containerd"), None);
+        let finding = report.findings.into_iter().find(|finding| finding.id == "driver-missing").unwrap();
+        assert!(finding.remedy.contains("paths.driverRoot in the node file"), "{finding:?}");
+        assert!(finding.what.starts_with(&root.display().to_string()), "{finding:?}");
+        finding.what
+    };
+    fs::remove_dir_all(root.join("usr")).unwrap();
+    assert!(told().contains("no libcuda.so.<version> in it"), "{}", told());
+    fs::remove_dir(&root).unwrap();
+    assert!(told().contains("there is no such folder"), "{}", told());
+    fs::write(&root, "").unwrap();
+    assert!(told().contains("it is no folder"), "{}", told());
+}
+
+#[test]
 #[ignore = "root: what is checked must belong to it"]
 fn a_specification_that_would_let_a_container_run_unguarded_is_refused() {
     let node = Node::new();
