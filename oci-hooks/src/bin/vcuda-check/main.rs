@@ -5,12 +5,12 @@
 
 mod arguments;
 mod print;
+mod progress;
 
 use std::{
     io::{self, Write},
     path::{Path, PathBuf},
     process::ExitCode,
-    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
@@ -32,11 +32,9 @@ use oci_hooks::{
     scans::Scans,
     verdicts,
 };
+use progress::progress;
 use serde::Serialize;
 use vcuda_config::{NodeFile, in_one_line};
-
-/// When to say that it goes on, and how often.
-const PATIENCE: Duration = Duration::from_secs(2);
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -245,17 +243,6 @@ fn node(file: &NodeFile, shim: Option<&Path>, driver: Option<&Path>, gpus: &[u32
         gpus.iter().copied().collect()
     };
     Ok(node)
-}
-
-/// Says on standard error that a long check goes on.
-fn progress() -> impl FnMut(u64) {
-    let mut last = Instant::now();
-    move |files| {
-        if last.elapsed() > PATIENCE {
-            last = Instant::now();
-            eprintln!("vcuda-check: {files} files so far");
-        }
-    }
 }
 
 fn output<T: Serialize>(what: &T, format: Output, text: impl FnOnce(&T) -> String) -> Result<()> {
