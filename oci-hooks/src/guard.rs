@@ -8,7 +8,7 @@
 //! neither NRI nor kubelet nor how the hook is called.
 
 mod floor;
-mod image;
+pub mod image;
 mod mounts;
 mod preload;
 

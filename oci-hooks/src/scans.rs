@@ -5,8 +5,8 @@
 //! layer, the upper one, brings no program or library and hides no file. The guard's look at an image that the node
 //! has seen is then a few `stat`s.
 //!
-//! What was found is judged against a shim and a driver. An image that fits them is remembered as well, with all that it
-//! was judged by.
+//! What was found is judged against a shim and a driver. That judgement is remembered as well, with all that it came from,
+//! whatever it was: an image that is refused comes again and again, since kubelet tries it for ever.
 //!
 //! It is a memory: what is missing, broken or not to be trusted is looked at anew. It knows nothing of shares.
 
@@ -30,6 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     compat::{
+        Finding,
         check::{self, Limits, Unseen},
         files::{Trouble, host_read},
         survey::Survey,
@@ -40,6 +41,9 @@ use crate::{
 
 /// A file has below 100 KiB, of the largest images.
 const MAX_BYTES: u64 = 16 << 20;
+
+/// A judgement has a few KiB, most of it the names of layers.
+const MAX_JUDGEMENT_BYTES: u64 = 256 << 10;
 
 /// Layers of an image; Docker allows 127.
 const MAX_LAYERS: usize = 500;
@@ -57,8 +61,8 @@ pub const VERSION: u32 = 1;
 #[derive(Clone, Debug)]
 pub struct Scans {
     folder: PathBuf,
-    /// Images that fit.
-    fits: PathBuf,
+    /// What images were judged to be.
+    judged: PathBuf,
     /// Mounts as the process sees them whose root is looked at.
     mountinfo: PathBuf,
 }
@@ -98,7 +102,7 @@ pub struct Stamp {
 
 /// All that an image is judged by.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Judged {
+pub struct Grounds {
     /// How files are understood.
     pub version: u32,
     /// The image.
@@ -113,6 +117,13 @@ pub struct Judged {
     pub gpus: BTreeSet<u32>,
     /// The program that is started.
     pub started: Option<PathBuf>,
+}
+
+/// A file of the store: what was found wrong with an image, and what it was judged by.
+#[derive(Serialize, Deserialize)]
+struct Judgement {
+    grounds: Grounds,
+    findings: Vec<Finding>,
 }
 
 /// What is in a root.
@@ -163,7 +174,7 @@ impl Scans {
     pub fn below(state: &Path) -> Self {
         Self {
             folder: state.join("scans"),
-            fits: state.join("fits"),
+            judged: state.join("judged"),
             mountinfo: "/proc/self/mountinfo".into(),
         }
     }
@@ -243,24 +254,31 @@ impl Scans {
         (kept.version == VERSION).then_some(kept.survey)
     }
 
-    /// Whether an image was found to fit when it was judged by just this.
-    pub fn fits(&self, judged: &Judged) -> bool {
-        let known = host_read(&self.fit(&judged.layers), MAX_BYTES).ok();
-        known.and_then(|bytes| serde_json::from_slice::<Judged>(&bytes).ok()).as_ref() == Some(judged)
+    /// What was found wrong with an image when it was judged by just this: nothing, where it fits.
+    pub fn judgement(&self, grounds: &Grounds) -> Option<Vec<Finding>> {
+        let bytes = host_read(&self.judgement_path(&grounds.layers), MAX_JUDGEMENT_BYTES).ok()?;
+        let kept: Judgement = serde_json::from_slice(&bytes).ok()?;
+        (kept.grounds == *grounds).then_some(kept.findings)
     }
 
-    /// Remembers that an image fits.
+    /// Remembers what was found wrong with an image. What is too large to be an honest image's is left out, and found anew
+    /// each time.
     ///
     /// # Errors
     /// The folder cannot be written.
-    pub fn note_fit(&self, judged: &Judged) -> io::Result<()> {
-        fs::create_dir_all(&self.fits)?;
-        make_room(&self.fits)?;
-        put(&self.fit(&judged.layers), &serde_json::to_vec(judged)?)
+    pub fn note_judgement(&self, grounds: Grounds, findings: Vec<Finding>) -> io::Result<()> {
+        let path = self.judgement_path(&grounds.layers);
+        let bytes = serde_json::to_vec(&Judgement { grounds, findings })?;
+        if bytes.len() as u64 > MAX_JUDGEMENT_BYTES {
+            return Ok(());
+        }
+        fs::create_dir_all(&self.judged)?;
+        make_room(&self.judged)?;
+        put(&path, &bytes)
     }
 
-    fn fit(&self, layers: &Layers) -> PathBuf {
-        self.fits.join(format!("{}.json", layers.id()))
+    fn judgement_path(&self, layers: &Layers) -> PathBuf {
+        self.judged.join(format!("{}.json", layers.id()))
     }
 
     /// Waits until nobody else on this node looks at an image, at most `within`; then it is done without.

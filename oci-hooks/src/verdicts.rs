@@ -145,7 +145,7 @@ pub fn remember(state: &Path, looked: Looked<'_>, findings: &[Finding], started:
     }
     let refused = findings.iter().any(|finding| finding.severity == Severity::Refuse);
     let worst = findings.iter().filter(|finding| finding.severity > Severity::Info);
-    let mut ids: Vec<String> = worst.clone().map(|finding| finding.id.to_owned()).collect();
+    let mut ids: Vec<String> = worst.clone().map(|finding| finding.id.clone().into_owned()).collect();
     ids.dedup();
     let seen = Seen {
         verdict: if refused { Verdict::DoesNotFit } else { Verdict::Fits },
@@ -221,8 +221,11 @@ pub struct Warning {
 /// # Errors
 /// It cannot be written.
 pub fn warn(share: &ShareFolder, container: &str, finding: &Finding) -> io::Result<()> {
-    let warning =
-        Warning { container: container.into(), id: finding.id.into(), sentence: finding.sentence() };
+    let warning = Warning {
+        container: container.into(),
+        id: finding.id.clone().into_owned(),
+        sentence: finding.sentence(),
+    };
     fs::write(warning_path(share), serde_json::to_vec(&warning)?)
 }
 

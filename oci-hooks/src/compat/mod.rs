@@ -21,12 +21,15 @@ pub mod start;
 pub mod survey;
 pub mod text;
 
-use std::path::{Path, PathBuf};
+use std::{
+    borrow::Cow,
+    path::{Path, PathBuf},
+};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// How bad a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
     /// Good to know.
@@ -38,19 +41,19 @@ pub enum Severity {
 }
 
 /// Something that the check has to say about an image.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// Stable name for scripts and dashboards, such as `libc-musl`.
-    pub id: &'static str,
+    pub id: Cow<'static, str>,
     /// How bad it is.
     pub severity: Severity,
     /// What was found.
     pub what: String,
     /// In which file or folder, as the container sees it, or the node where it is about that.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
     /// Why it matters.
-    pub why: &'static str,
+    pub why: Cow<'static, str>,
     /// What to do about it.
     pub remedy: String,
 }
@@ -63,7 +66,14 @@ impl Finding {
         why: &'static str,
         remedy: impl Into<String>,
     ) -> Self {
-        Self { id, severity, what: what.into(), file: None, why, remedy: remedy.into() }
+        Self {
+            id: id.into(),
+            severity,
+            what: what.into(),
+            file: None,
+            why: why.into(),
+            remedy: remedy.into(),
+        }
     }
 
     pub(crate) fn refuse(
@@ -91,6 +101,15 @@ impl Finding {
         remedy: impl Into<String>,
     ) -> Self {
         Self::new(Severity::Info, id, what, why, remedy)
+    }
+
+    /// Its stable name, where it was found just now and is none from memory.
+    #[cfg(test)]
+    pub(crate) fn name(&self) -> &'static str {
+        match &self.id {
+            Cow::Borrowed(id) => id,
+            Cow::Owned(id) => panic!("{id} is from memory"),
+        }
     }
 
     pub(crate) fn at(mut self, file: &Path) -> Self {

@@ -42,7 +42,7 @@ impl Image {
     }
 
     fn ids(&self, args: &[&str]) -> Vec<&'static str> {
-        self.judge(args, &[]).iter().map(|finding| finding.id).collect()
+        self.judge(args, &[]).iter().map(Finding::name).collect()
     }
 }
 
@@ -55,7 +55,7 @@ fn a_glibc_image_of_the_floor_or_newer_fits() {
 #[test]
 fn an_older_glibc_is_refused_with_both_versions() {
     let findings = Image::glibc(&["GLIBC_2.2.5", "GLIBC_2.12"]).judge(&["/bin/app"], &[]);
-    assert_eq!((findings[0].id, findings[0].severity), ("libc-too-old", Severity::Refuse));
+    assert_eq!((findings[0].name(), findings[0].severity), ("libc-too-old", Severity::Refuse));
     let sentence = findings[0].sentence();
     assert!(sentence.contains("2.12") && sentence.contains("2.17"), "{sentence}");
 }
@@ -86,7 +86,7 @@ fn a_static_launcher_is_let_pass_and_one_that_opens_the_driver_is_not() {
     assert_eq!(launcher.ids(&["tini", "--", "app"]), ["entry-static"]);
     let direct = Maker { constants: b"\0/dev/nvidiactl\0".to_vec(), ..Maker::static_program() };
     let findings = launcher.with("bin/direct", &direct.make()).judge(&["direct"], &[]);
-    assert_eq!((findings[0].id, findings[0].severity), ("entry-static-direct", Severity::Refuse));
+    assert_eq!((findings[0].name(), findings[0].severity), ("entry-static-direct", Severity::Refuse));
 }
 
 #[test]

@@ -2,7 +2,7 @@ use std::{collections::BTreeSet, io::Write};
 
 use super::{judge::STUB_BYTES, *};
 use crate::compat::{
-    Severity,
+    Finding, Severity,
     check::{Node, Verdict, remembered},
     cuda::{Covered, Driver},
     elf::Depth,
@@ -42,7 +42,7 @@ fn judge(survey: &Survey, driver: Option<&Driver>, covered: &[&str]) -> Vec<(&'s
         })
         .iter()
         .inspect(|finding| assert!(finding.file.is_some(), "{finding:?}"))
-        .map(|finding| (finding.id, finding.severity))
+        .map(|finding| (finding.name(), finding.severity))
         .collect()
 }
 
@@ -227,7 +227,7 @@ fn code_for_other_gpus_and_ptx_that_the_driver_cannot_compile_are_told() {
         started: None,
         gpus: &BTreeSet::new(),
     });
-    assert_eq!(unknown.iter().map(|finding| finding.id).collect::<Vec<_>>(), ["gpu-unknown"]);
+    assert_eq!(unknown.iter().map(Finding::name).collect::<Vec<_>>(), ["gpu-unknown"]);
     // The GPU is of 8.0, PTX 8.7 came with CUDA 12.8.
     assert!(judged(&[(2, 80), (1, 90)], 12_040).is_empty());
     assert_eq!(judged(&[(2, 86), (1, 90)], 12_040), [("gpu-code-none", Severity::Warn)]);

@@ -19,7 +19,7 @@ use crate::{
         start::{self, Shim},
         survey::Against,
     },
-    scans::{self, Judged, Scans, Stamp},
+    scans::{self, Grounds, Scans, Stamp},
 };
 
 /// How long an image may keep its container from starting, the first time. One that takes longer starts with a
@@ -27,7 +27,8 @@ use crate::{
 const LIMITS: Limits = Limits { files: 2_000_000, time: Duration::from_secs(2) };
 
 /// What was found in an image.
-pub(super) struct Looked {
+#[derive(Clone, Debug)]
+pub struct Looked {
     /// What refuses or warns, the worst first.
     pub findings: Vec<Finding>,
     /// The image's layers by name, where they are known to be what the container has.
@@ -38,7 +39,10 @@ pub(super) struct Looked {
 
 /// Looks at the image at `rootfs`, from which `command` is to be started under the shim in the file `shim`, with a
 /// driver of this version and GPUs of these compute capabilities.
-pub(super) fn look(
+///
+/// # Errors
+/// A file that decides cannot be read.
+pub fn look(
     scans: &Scans,
     rootfs: &Rootfs,
     command: &Command,
@@ -53,8 +57,8 @@ pub(super) fn look(
     let mut findings = start::judge(rootfs, command, needs)?;
     let layers = scans.layers(rootfs);
     let started = start::started(rootfs, command);
-    let judged = match &layers {
-        Some(layers) => Some(Judged {
+    let grounds = match &layers {
+        Some(layers) => Some(Grounds {
             version: scans::VERSION,
             layers: layers.clone(),
             shim: host_stamp(shim)?,
@@ -65,12 +69,16 @@ pub(super) fn look(
         }),
         None => None,
     };
-    if judged.as_ref().is_none_or(|judged| !scans.fits(judged)) {
+    if let Some(known) = grounds.as_ref().and_then(|grounds| scans.judgement(grounds)) {
+        findings.extend(known);
+    } else {
         let scanned = scans.survey_of(rootfs, layers.clone(), LIMITS, &mut |_| {})?;
         match scanned.unseen {
             Unseen::None => {
                 let has_cuda = scanned.survey.has_cuda();
                 let driver = if has_cuda { driver(rootfs, version) } else { None };
+                // A driver that could not be read now may be another time.
+                let lasts = driver.is_some() || !has_cuda;
                 let against = Against {
                     driver: driver.as_ref(),
                     covered: &Covered::of(&host_shim(shim, Depth::Symbols)?),
@@ -80,11 +88,11 @@ pub(super) fn look(
                 };
                 let mut found = scanned.survey.judge(against);
                 found.retain(|finding| finding.severity > Severity::Info);
-                if let Some(judged) = judged.filter(|_| found.is_empty()) {
+                findings.extend_from_slice(&found);
+                if let Some(grounds) = grounds.filter(|_| lasts) {
                     // A full disk costs the next look its time, no more.
-                    let _ = scans.note_fit(&judged);
+                    let _ = scans.note_judgement(grounds, found);
                 }
-                findings.extend(found);
             }
             // From a part of an image nothing can be said of its runtimes: another part may have what is missing.
             Unseen::Some(reason) | Unseen::Most(reason) => findings.push(

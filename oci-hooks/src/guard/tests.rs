@@ -5,12 +5,15 @@ use std::{fs, os::unix::fs::symlink, path::Path, process::Command as Process};
 
 use ledger::{ContainerRef, DeviceNode, Driver, GpuShare, PodRef, ShareState};
 use region::{GpuLimit, Slots, Usage, place};
-use rustix::mount::{MountFlags, MountPropagationFlags, mount_bind, mount_change, mount_remount};
+use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change, mount_remount};
 use tempfile::TempDir;
 use vcuda_config::GpuUuid;
 
 use super::*;
 use crate::compat::elf_maker::Maker;
+
+#[path = "tests/images.rs"]
+mod images;
 
 const ID: &str = "c0ffee";
 const SHARE: &str = "7f3c_main";
@@ -112,6 +115,21 @@ impl Rig {
         rig
     }
 
+    /// Makes the root so far a layer, and the root an overlay on it, as a snapshotter has them; then mounts all.
+    fn overlay(self) -> Self {
+        let at = |name: &str| self.folder.path().join(name);
+        fs::rename(&self.root, at("image")).unwrap();
+        for folder in ["root", "upper", "work"] {
+            fs::create_dir(at(folder)).unwrap();
+        }
+        let [lower, upper, work] = ["image", "upper", "work"].map(|name| at(name).display().to_string());
+        let options =
+            std::ffi::CString::new(format!("lowerdir={lower},upperdir={upper},workdir={work}")).unwrap();
+        mount("overlay", &self.root, "overlay", MountFlags::empty(), Some(options.as_c_str())).unwrap();
+        self.mount_all(None);
+        self
+    }
+
     /// All is as it should be.
     fn mounted() -> Self {
         let rig = Self::bare();
@@ -194,6 +212,15 @@ impl Rig {
         let other = if policy == Policy::Enforce { Policy::Off } else { Policy::Enforce };
         let images = ImagePolicy { policy: other, namespaces: [("team".to_owned(), policy)].into() };
         run(&self.paths, &images, MemoryFloor::Shim, &self.container, &Rootfs::open(&self.root).unwrap())
+    }
+
+    /// As the node file says whose text is `images`.
+    fn guard_by(&self, images: &str) -> Result<Vec<Finding>, Refusal> {
+        let path = self.folder.path().join("config.yaml");
+        fs::write(&path, format!("version: 1\n{images}")).unwrap();
+        let file = vcuda_config::NodeFile::load_or_default(&path).unwrap();
+        let rootfs = Rootfs::open(&self.root).unwrap();
+        run(&self.paths, &file.images, file.memory.floor, &self.container, &rootfs)
     }
 
     fn refusal(&self) -> String {
@@ -346,89 +373,6 @@ fn limits_that_are_not_those_of_the_share_are_refused() {
         rig.mount_all(None);
         assert!(rig.refusal().contains("leaves nothing"), "{}", rig.refusal());
     });
-}
-
-#[test]
-#[ignore = "mounts need root"]
-fn an_image_that_the_shim_does_not_fit_is_refused() {
-    with_own_mounts("an_image_that_the_shim_does_not_fit_is_refused", || {
-        let rig = Rig::mounted();
-        rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
-        let refusal = rig.refusal();
-        assert!(refusal.contains("libc-too-old") && refusal.contains("pod team/train"), "{refusal}");
-        fs::remove_file(rig.in_root("/lib/x86_64-linux-gnu/libc.so.6")).unwrap();
-        assert!(rig.refusal().contains("libc-none"));
-    });
-}
-
-#[test]
-#[ignore = "mounts need root"]
-fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
-    with_own_mounts("policy_lets_an_unfit_image_start_and_the_node_remembers_it", || {
-        let rig = Rig::mounted();
-        let seen = || verdicts::list(&rig.paths.state).unwrap().pop();
-        rig.guard().unwrap();
-        assert_eq!(seen().unwrap().verdict, crate::compat::check::Verdict::Fits);
-
-        rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
-        rig.guard().unwrap_err();
-        let refused = seen().unwrap();
-        assert_eq!((refused.image.as_str(), refused.pod.as_str()), ("registry/app:1", "team/train"));
-        assert_eq!(
-            (refused.started, refused.starts, refused.findings),
-            (false, 2, vec!["libc-too-old".into()])
-        );
-
-        assert_eq!(rig.guard_under(Policy::Warn).unwrap()[0].id, "libc-too-old");
-        assert!(seen().unwrap().started);
-        assert!(rig.guard_under(Policy::Off).unwrap().is_empty());
-        assert_eq!(seen().unwrap().starts, 3, "off looks at nothing");
-
-        // What makes a share hold is no matter of policy.
-        rustix::mount::unmount(rig.in_root(place::LIMITS), rustix::mount::UnmountFlags::DETACH).unwrap();
-        assert!(matches!(rig.guard_under(Policy::Off), Err(Refusal::Mount { .. })));
-    });
-}
-
-#[test]
-#[ignore = "mounts need root"]
-fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning() {
-    with_own_mounts(
-        "an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning",
-        || {
-            let rig = Rig::mounted();
-            let driver = rig.folder.path().join("libcuda");
-            let exports = vec!["cuInit", "cuMemAlloc_v2", "cuLaunchKernelEx"];
-            write(&driver, &Maker { soname: Some("libcuda.so.1"), exports, ..Maker::default() }.make());
-            rig.mount(&driver, place::REAL_CUDA, true);
-            let bring = |name: &'static str| {
-                rig.image(&format!("opt/{name}"), &Maker { soname: Some(name), ..Maker::default() }.make());
-            };
-            bring("libcudart.so.11.0");
-            assert!(
-                rig.guard().unwrap().is_empty(),
-                "the node's own files in the container are none of the image's"
-            );
-            fs::remove_file(rig.in_root("opt/libcudart.so.11.0")).unwrap();
-
-            bring("libcudart.so.13");
-            let refused = rig.refusal();
-            assert!(
-                refused.contains("[cuda-driver-too-old]") && refused.contains("580 or newer"),
-                "{refused}"
-            );
-            assert_eq!(verdicts::warning(&rig.share()), None);
-
-            assert_eq!(rig.guard_under(Policy::Warn).unwrap()[0].id, "cuda-driver-too-old");
-            let (warning, _) = verdicts::warning(&rig.share()).unwrap();
-            assert_eq!((warning.container.as_str(), warning.id.as_str()), (ID, "cuda-driver-too-old"));
-            assert!(refused.ends_with(&warning.sentence), "{warning:?}");
-
-            // Of another start: a warning that does not hold any more is gone.
-            assert!(rig.guard_under(Policy::Off).unwrap().is_empty());
-            assert_eq!(verdicts::warning(&rig.share()), None);
-        },
-    );
 }
 
 #[test]

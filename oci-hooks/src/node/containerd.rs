@@ -199,7 +199,7 @@ mod tests {
     fn ids(settings: &Settings) -> Vec<&'static str> {
         let mut findings = Vec::new();
         settings.judge(&Paths::default(), Path::new("/etc/containerd/config.toml"), &mut findings);
-        findings.iter().map(|finding| finding.id).collect()
+        findings.iter().map(Finding::name).collect()
     }
 
     #[test]

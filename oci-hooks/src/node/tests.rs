@@ -86,7 +86,7 @@ impl Node {
 
     fn ids(&self) -> Vec<&'static str> {
         let report = check(&self.file, Path::new("/no/containerd"), None);
-        report.findings.iter().map(|finding| finding.id).filter(|id| *id != "containerd-unknown").collect()
+        report.findings.iter().map(Finding::name).filter(|id| *id != "containerd-unknown").collect()
     }
 }
 
@@ -101,7 +101,7 @@ fn write(path: &Path, bytes: &[u8]) {
 fn a_node_on_which_all_is_well_is_left_open_only_for_containerd() {
     let node = Node::new();
     let report = check(&node.file, Path::new("/no/containerd"), None);
-    let ids: Vec<_> = report.findings.iter().map(|finding| finding.id).collect();
+    let ids: Vec<_> = report.findings.iter().map(Finding::name).collect();
     assert_eq!(
         (ids.as_slice(), report.verdict, report.gpus),
         (&["containerd-unknown"][..], Verdict::Unknown, 1)
@@ -251,6 +251,6 @@ fn every_finding_says_what_where_why_and_what_to_do() {
     }
     for finding in findings {
         assert!(finding.file.is_some(), "{finding:?}");
-        assert!(![finding.what.as_str(), finding.why, &finding.remedy].contains(&""), "{finding:?}");
+        assert!(![finding.what.as_str(), &finding.why, &finding.remedy].contains(&""), "{finding:?}");
     }
 }

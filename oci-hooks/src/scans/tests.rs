@@ -206,40 +206,50 @@ fn layers_are_found_in_every_form_of_mountinfo() {
 
 #[test]
 #[ignore = "mounts need root"]
-fn an_image_fits_again_only_when_it_is_judged_by_the_same() {
+fn a_judgement_holds_only_when_it_is_judged_by_the_same() {
     Rig::with(|rig| {
         let layers = rig.scans.layers(&rig.root()).unwrap();
         let stamp = |name: &str| Stamp::of(&rustix::fs::stat(rig.at(name)).unwrap());
-        let shim = stamp("1/bin/app");
-        let judged = Judged {
+        let grounds = Grounds {
             version: VERSION,
             layers: layers.clone(),
-            shim,
+            shim: stamp("1/bin/app"),
             driver: [Some(stamp("2/opt/libcudart.so.12")), None],
             driver_version: "550.1".into(),
             gpus: BTreeSet::from([90]),
             started: Some("/bin/app".into()),
         };
-        assert!(!rig.scans.fits(&judged));
-        rig.scans.note_fit(&judged).unwrap();
-        assert!(rig.scans.fits(&judged));
+        let warned = vec![Finding::warn("an-id", "what", "why", "remedy").at(Path::new("/opt/x"))];
+        let refused = vec![Finding::refuse("another", "what", "why", "remedy")];
+        assert_eq!(rig.scans.judgement(&grounds), None);
+        for findings in [warned.clone(), refused, Vec::new(), warned.clone()] {
+            rig.scans.note_judgement(grounds.clone(), findings.clone()).unwrap();
+            assert_eq!(rig.scans.judgement(&grounds), Some(findings));
+        }
         for other in [
-            Judged { version: VERSION + 1, ..judged.clone() },
-            Judged { driver: [None; 2], ..judged.clone() },
-            Judged { driver_version: "560.1".into(), ..judged.clone() },
-            Judged { gpus: BTreeSet::from([80]), ..judged.clone() },
-            Judged { started: Some("/bin/other".into()), ..judged.clone() },
+            Grounds { version: VERSION + 1, ..grounds.clone() },
+            Grounds { driver: [None; 2], ..grounds.clone() },
+            Grounds { driver_version: "560.1".into(), ..grounds.clone() },
+            Grounds { gpus: BTreeSet::from([80]), ..grounds.clone() },
+            Grounds { started: Some("/bin/other".into()), ..grounds.clone() },
         ] {
-            assert!(!rig.scans.fits(&other), "{other:?}");
+            assert_eq!(rig.scans.judgement(&other), None, "{other:?}");
         }
         // The same file, rewritten in place.
         fs::write(rig.at("1/bin/app"), Maker::program().make()).unwrap();
-        let rewritten = Judged { shim: stamp("1/bin/app"), ..judged.clone() };
-        assert_eq!(rewritten.shim.inode, judged.shim.inode);
-        assert!(!rig.scans.fits(&rewritten));
-        rig.scans.note_fit(&rewritten).unwrap();
-        assert!(rig.scans.fits(&rewritten) && !rig.scans.fits(&judged));
-        fs::write(rig.scans.fit(&layers), "{").unwrap();
-        assert!(!rig.scans.fits(&rewritten));
+        let rewritten = Grounds { shim: stamp("1/bin/app"), ..grounds.clone() };
+        assert_eq!(rewritten.shim.inode, grounds.shim.inode);
+        assert_eq!(rig.scans.judgement(&rewritten), None);
+        rig.scans.note_judgement(rewritten.clone(), Vec::new()).unwrap();
+        assert_eq!(rig.scans.judgement(&rewritten), Some(Vec::new()));
+        assert_eq!(rig.scans.judgement(&grounds), None);
+
+        // More than any honest image gives is not kept, and what is broken is forgotten.
+        let long = "x".repeat(usize::try_from(MAX_JUDGEMENT_BYTES).unwrap());
+        let many = vec![Finding::warn("an-id", long, "why", "remedy")];
+        rig.scans.note_judgement(grounds.clone(), many).unwrap();
+        assert_eq!(rig.scans.judgement(&grounds), None);
+        fs::write(rig.scans.judgement_path(&layers), "{").unwrap();
+        assert_eq!(rig.scans.judgement(&rewritten), None);
     });
 }

@@ -56,7 +56,7 @@ pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
         for (node, report) in nodes.iter().zip(&row.reports) {
             let driver = node.driver.as_ref().map_or("no driver", |driver| &driver.version);
             let loud = || report.findings.iter().filter(|finding| finding.severity > Severity::Info);
-            let mut ids: Vec<&str> = loud().map(|finding| finding.id).collect();
+            let mut ids: Vec<&str> = loud().map(|finding| &*finding.id).collect();
             ids.dedup();
             text.push_str(&format!("  {driver:<16}  {:<17}  {}\n", word(report.verdict), ids.join(", ")));
             for finding in loud().filter(|finding| finding.severity == Severity::Refuse) {

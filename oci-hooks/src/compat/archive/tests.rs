@@ -6,6 +6,7 @@ use tempfile::TempDir;
 
 use super::*;
 use crate::compat::{
+    Finding,
     check::{Node, Report, Verdict},
     elf_maker::Maker,
 };
@@ -134,7 +135,7 @@ impl Archive {
 
     fn ids(&self) -> (Verdict, Vec<&'static str>) {
         let report = self.check().unwrap();
-        (report.verdict, report.findings.iter().map(|finding| finding.id).collect())
+        (report.verdict, report.findings.iter().map(Finding::name).collect())
     }
 }
 
@@ -166,8 +167,8 @@ fn what_a_share_has_put_there_is_not_told_as_the_images() {
         let findings = Archive::oci(&[layer.done()]).check().unwrap().findings;
         let kept: Vec<_> = findings
             .into_iter()
-            .filter(|finding| ["preload-present", "libcuda-first"].contains(&finding.id))
-            .map(|finding| (finding.id, finding.what))
+            .filter(|finding| ["preload-present", "libcuda-first"].contains(&finding.name()))
+            .map(|finding| (finding.name(), finding.what))
             .collect();
         kept
     };
@@ -355,7 +356,7 @@ fn whiteouts_of_all_that_is_above_leave_nothing() {
     // A folder that the same layer fills goes with its parent, and what the layer brings stays.
     let layer = Tar::new().file("usr/.wh.lib", b"").file("usr/lib/x", b"").file("usr/lib/.wh.x", b"").done();
     let report = Archive::oci(&[base().done(), layer]).check().unwrap();
-    assert_eq!((report.files, report.findings[0].id), (2, "libc-none"), "the program and x");
+    assert_eq!((report.files, report.findings[0].name()), (2, "libc-none"), "the program and x");
     // Of the root, by names that mean it.
     let layer = Tar::new().file(".wh..", b"").file("usr/.wh...", b"").done();
     assert_eq!(Archive::oci(&[base().done(), layer]).check().unwrap().files, 2);
@@ -403,4 +404,24 @@ proptest! {
         }
         let _ = Archive::of(&bytes).check();
     }
+}
+
+#[test]
+fn progress_is_told_of_an_archive_as_of_a_folder() {
+    let names: Vec<String> = (0..600).map(|n| format!("x/{n}")).collect();
+    let layer = names.iter().fold(Tar::new(), |layer, name| layer.file(name, b"")).done();
+    let archive = Archive::oci(&[layer]);
+    let mut told = Vec::new();
+    see(&archive.path(), Limits::default(), &mut |files| told.push(files)).unwrap();
+    assert_eq!(told, [256, 512]);
+
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("x")).unwrap();
+    for name in &names {
+        std::fs::write(folder.path().join(name), "").unwrap();
+    }
+    let root = crate::rootfs::Rootfs::open(folder.path()).unwrap();
+    let mut told = Vec::new();
+    crate::compat::check::survey(&root, Default::default(), &mut |files| told.push(files)).unwrap();
+    assert_eq!(told, [256, 512]);
 }
