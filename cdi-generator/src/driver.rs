@@ -6,6 +6,8 @@
 //! list brings: CUDA needed `libnvidia-gpucomp` from one release to the next. OpenCL is for whole GPUs only: its
 //! library opens the device nodes itself, past any limit that the CUDA driver's interface can hold (seen in 550).
 
+mod finder;
+
 use std::{
     collections::BTreeMap,
     ffi::OsStr,
@@ -23,6 +25,8 @@ use oci_hooks::{
 use rustix::fs::FileType;
 use thiserror::Error;
 use tracing::warn;
+
+pub use finder::Finder;
 
 /// Machine of the libraries that containers on this node load.
 const MACHINE: u16 = if cfg!(target_arch = "x86_64") { EM_X86_64 } else { EM_AARCH64 };

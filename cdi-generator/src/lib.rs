@@ -11,5 +11,5 @@ mod generate;
 pub mod rules;
 pub mod spec;
 
-pub use driver::{Driver, DriverError, DriverFile, Library};
+pub use driver::{Driver, DriverError, DriverFile, Finder, Library};
 pub use generate::{EnsureError, ensure_spec, spec, spec_path};

@@ -1,0 +1,193 @@
+//! Finds the driver again only where something has changed: an Allocate, for which a pod waits, takes a look at some
+//! thirty folders and files instead of reading all of a driver's libraries.
+
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use oci_hooks::rootfs::{Rootfs, RootfsError};
+
+use super::{
+    Driver, DriverError, FIRMWARE_FOLDERS, OPENCL_VENDOR, PROGRAM_FOLDERS, PROGRAMS_BEHIND_LINKS, SOCKETS,
+    library_folders,
+};
+
+/// A file system's clock ticks coarsely: a second change within its tick would not show. So nothing is kept that has
+/// changed within this time.
+const SETTLED_AFTER: Duration = Duration::from_secs(2);
+
+/// The loader's list of libraries, in which the driver is looked up first.
+const LOADER_CACHE: &str = "/etc/ld.so.cache";
+
+/// A driver root, and the driver that was found there last.
+#[derive(Debug)]
+pub struct Finder {
+    root: PathBuf,
+    last: Option<(Driver, Vec<Seen>)>,
+}
+
+/// What was at a path, links followed: device, inode, and when it was last changed, in seconds and nanoseconds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Seen {
+    path: PathBuf,
+    what: Option<(u64, u64, i64, u64)>,
+}
+
+impl Finder {
+    /// For the driver below `root`. Nothing is looked at yet.
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.into(), last: None }
+    }
+
+    /// The driver of this moment, as [`Driver::discover`] finds it. What is remembered holds as long as no folder that
+    /// a driver's files may be in and no file of the driver has changed.
+    ///
+    /// # Errors
+    /// Those of [`Driver::discover`].
+    pub fn find(&mut self) -> Result<Driver, DriverError> {
+        self.find_at(SystemTime::now())
+    }
+
+    fn find_at(&mut self, now: SystemTime) -> Result<Driver, DriverError> {
+        if let Some(driver) = self.last() {
+            return Ok(driver.clone());
+        }
+        self.last = None;
+        let before = look(&self.root, &places(None));
+        let driver = Driver::discover(&self.root)?;
+        let after = look(&self.root, &places(Some(&driver)));
+        if let (Ok(before), Ok(after)) = (before, after) {
+            // What is looked at first is the beginning of what is looked at last; it must not have changed in between.
+            let kept = after.starts_with(&before) && are_settled(&after, now);
+            self.last = kept.then(|| (driver.clone(), after));
+        }
+        Ok(driver)
+    }
+
+    /// The driver that was found last, where nothing has changed since.
+    fn last(&self) -> Option<&Driver> {
+        let (driver, seen) = self.last.as_ref()?;
+        look(&self.root, seen).is_ok_and(|now| now == *seen).then_some(driver)
+    }
+}
+
+/// Where a driver is looked for, and what it consists of.
+fn places(driver: Option<&Driver>) -> Vec<Seen> {
+    let parent = |path: &str| Path::new(path).parent().map(Path::to_owned);
+    let mut places: Vec<PathBuf> = library_folders().collect();
+    places.extend(PROGRAM_FOLDERS.map(PathBuf::from));
+    places.extend([PROGRAMS_BEHIND_LINKS, LOADER_CACHE].map(PathBuf::from));
+    places.extend(FIRMWARE_FOLDERS.map(PathBuf::from));
+    places.extend(SOCKETS.into_iter().chain([OPENCL_VENDOR]).filter_map(parent));
+    if let Some(driver) = driver {
+        places.extend(FIRMWARE_FOLDERS.map(|folder| Path::new(folder).join(&driver.version)));
+        let libraries = [&driver.cuda, &driver.nvml].into_iter().chain(&driver.libraries);
+        places.extend(libraries.chain(&driver.past_cuda).map(super::Library::path));
+        let files = driver.files.iter().chain(&driver.sockets).chain(&driver.opencl_vendor);
+        places.extend(files.map(|file| file.path.clone()));
+    }
+    places.into_iter().map(|path| Seen { path, what: None }).collect()
+}
+
+/// The same places as they are now.
+fn look(root: &Path, places: &[Seen]) -> Result<Vec<Seen>, RootfsError> {
+    let root = Rootfs::open(root)?;
+    let look = |place: &Seen| {
+        let stat = root.stat(&place.path)?;
+        let what = stat.map(|stat| (stat.st_dev, stat.st_ino, stat.st_ctime, stat.st_ctime_nsec));
+        Ok(Seen { path: place.path.clone(), what })
+    };
+    places.iter().map(look).collect()
+}
+
+fn are_settled(seen: &[Seen], now: SystemTime) -> bool {
+    let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let latest = now.saturating_sub(SETTLED_AFTER).as_secs();
+    let settled =
+        |&(.., changed, _): &(u64, u64, i64, u64)| u64::try_from(changed).is_ok_and(|at| at < latest);
+    seen.iter().filter_map(|seen| seen.what.as_ref()).all(settled)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::symlink};
+
+    use super::{
+        super::tests::{Root, VERSION},
+        *,
+    };
+
+    const FOLDER: &str = "/usr/lib/x86_64-linux-gnu";
+
+    type Change<'a> = &'a dyn Fn(&Root);
+
+    /// Some time after all that the tests write.
+    fn later() -> SystemTime {
+        SystemTime::now() + Duration::from_secs(60)
+    }
+
+    fn found(root: &Root) -> Finder {
+        let mut finder = Finder::new(root.path());
+        assert_eq!(finder.find_at(later()).unwrap(), root.discover().unwrap());
+        assert_eq!(finder.last(), Some(&root.discover().unwrap()), "remembered");
+        finder
+    }
+
+    #[test]
+    fn whatever_is_done_to_a_driver_it_is_found_anew() {
+        let ptx = format!("{FOLDER}/libnvidia-ptxjitcompiler.so.{VERSION}");
+        let cuda = format!("{FOLDER}/libcuda.so.{VERSION}");
+        let changes: [(&str, Change<'_>); 7] = [
+            ("a library is gone", &|root| fs::remove_file(root.at(&ptx)).unwrap()),
+            ("there is one more", &|root| {
+                fs::copy(root.at(&cuda), root.at(&format!("{FOLDER}/libnvidia-new.so.{VERSION}"))).unwrap();
+            }),
+            ("one is written over in its place", &|root| fs::write(root.at(&ptx), b"no library").unwrap()),
+            ("one is replaced", &|root| {
+                fs::write(root.at("/new"), b"no library").unwrap();
+                fs::rename(root.at("/new"), root.at(&ptx)).unwrap();
+            }),
+            ("a program is gone", &|root| fs::remove_file(root.at("/usr/bin/nvidia-smi")).unwrap()),
+            ("its folder is another one", &|root| {
+                fs::rename(root.at("/usr/lib"), root.at("/usr/old")).unwrap();
+                fs::create_dir(root.at("/usr/lib")).unwrap();
+                symlink("../old/x86_64-linux-gnu", root.at(FOLDER)).unwrap();
+                fs::remove_file(
+                    root.at(&format!("/usr/old/x86_64-linux-gnu/libnvidia-gpucomp.so.{VERSION}")),
+                )
+                .unwrap();
+            }),
+            ("there is firmware", &|root| {
+                root.write(&format!("/lib/firmware/nvidia/{VERSION}/gsp_new.bin"), b"");
+            }),
+        ];
+        for (what, change) in changes {
+            let root = Root::whole(FOLDER);
+            let mut finder = found(&root);
+            let before = root.discover().unwrap();
+            change(&root);
+            assert_eq!(finder.last(), None, "{what}");
+            let after = finder.find_at(later()).unwrap();
+            assert_eq!(after, root.discover().unwrap(), "{what}");
+            assert_ne!(after, before, "{what}");
+        }
+        let root = Root::whole(FOLDER);
+        let mut finder = found(&root);
+        fs::remove_file(root.at(&cuda)).unwrap();
+        assert_eq!(
+            finder.find_at(later()).unwrap_err().to_string(),
+            root.discover().unwrap_err().to_string()
+        );
+        root.write(&cuda, b"no library either");
+        assert!(finder.find_at(later()).is_err());
+    }
+
+    #[test]
+    fn what_has_just_changed_is_not_kept() {
+        let root = Root::whole(FOLDER);
+        let mut finder = Finder::new(root.path());
+        assert_eq!(finder.find().unwrap(), root.discover().unwrap());
+        assert_eq!(finder.last(), None);
+    }
+}

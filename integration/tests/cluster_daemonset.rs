@@ -1,0 +1,178 @@
+//! The daemons as one pod of the DaemonSet, run by a real kubelet: its image, its mounts in both directions, its
+//! service account, an update of it.
+
+#![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
+
+use std::{env, fs, path::Path, process::Command, time::Duration};
+
+use anyhow::{Context, Result};
+use integration::{
+    cache,
+    cluster::Cluster,
+    host::Options,
+    image::Image,
+    probe::{self, OUT_OF_MEMORY},
+};
+use serde_json::{Value, json};
+use vcuda_config::{NodeGpus, annotation};
+
+const SOON: Duration = Duration::from_secs(120);
+
+/// Set where the test runs in a mount namespace of its own.
+const INSIDE: &str = "VCUDA_TEST_IN_OWN_MOUNTS";
+
+/// Where the DaemonSet installs; on this machine, a folder of the test's.
+const INSTALL: &str = "/usr/local/vcuda";
+
+/// The tools that the manifest asks of its image, beside the shell.
+const TOOLS: [&str; 4] = ["/bin/cp", "/bin/mv", "/bin/rm", "/usr/sbin/chroot"];
+
+/// A volume that is propagated both ways needs a root that is a shared mount, as systemd makes it. So the test runs
+/// itself again, in a mount namespace in which it is one and in which all that it mounts ends with it.
+fn again_in_own_mounts(test: &str) {
+    let status = Command::new("unshare")
+        .args(["--mount", "--propagation", "shared"])
+        .arg(env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .env(INSIDE, "1")
+        .status()
+        .unwrap();
+    assert!(status.success(), "{test}: {status}");
+}
+
+/// The image that an operator builds for the manifests: a shell, four tools, and what `integration/build.sh` makes.
+fn image(cluster: &Cluster) -> Result<Image> {
+    let busybox = cluster.cache().busybox();
+    let mut image = Image::debian("local/vcuda:1", "bookworm");
+    for tool in TOOLS {
+        image = image.copy(tool, &busybox);
+    }
+    let dist = cache::dist()?;
+    for part in ["bin", "lib"] {
+        for file in fs::read_dir(dist.join(part))? {
+            let file = file?;
+            let name = file.file_name().into_string().ok().context("a file's name is not UTF-8")?;
+            image = image.copy(&format!("/vcuda/{part}/{name}"), &file.path());
+        }
+    }
+    Ok(image)
+}
+
+/// The pod that a DaemonSet's controller would make of the manifest, changed only in what differs on this machine.
+fn daemon_pod(cluster: &Cluster, name: &str) -> Result<Value> {
+    let set = cluster.kubectl(&["get", "daemonset", "-n", "kube-system", "vcuda", "-o", "json"], None)?;
+    let set = set.replace(INSTALL, &install(cluster));
+    let set: Value = serde_json::from_str(&set)?;
+    let mut pod = set["spec"]["template"].clone();
+    pod["apiVersion"] = "v1".into();
+    pod["kind"] = "Pod".into();
+    pod["metadata"]["name"] = name.into();
+    pod["metadata"]["namespace"] = "kube-system".into();
+    let config = [json!("--config"), json!(cluster.vcuda.config())];
+    let containers = pod["spec"]["initContainers"].as_array().into_iter().flatten();
+    assert_eq!(containers.count(), 1, "install");
+    pod["spec"]["initContainers"][0]["image"] = "local/vcuda:1".into();
+    for container in pod["spec"]["containers"].as_array_mut().context("no containers")? {
+        container["image"] = "local/vcuda:1".into();
+        container["command"].as_array_mut().context("no command")?.extend(config.clone());
+        if let Some(probe) = container["readinessProbe"]["exec"]["command"].as_array_mut() {
+            probe.extend(config.clone());
+        }
+        // There is no kube-proxy, so the API server's service has no address that answers.
+        if let Some(env) = container["env"].as_array_mut() {
+            let (host, port) = cluster.api();
+            env.push(json!({"name": "KUBERNETES_SERVICE_HOST", "value": host}));
+            env.push(json!({"name": "KUBERNETES_SERVICE_PORT", "value": port.to_string()}));
+        }
+    }
+    Ok(pod)
+}
+
+fn install(cluster: &Cluster) -> String {
+    cluster.folder().join("usr-local-vcuda").display().to_string()
+}
+
+/// Creates the DaemonSet's pod, and waits until its containers are ready and shares are on offer.
+async fn serve(cluster: &mut Cluster, name: &str) -> Result<()> {
+    let pod = daemon_pod(cluster, name)?;
+    cluster.kubectl(&["apply", "-f", "-"], Some(&pod))?;
+    let ready = |cluster: &Cluster| {
+        let of = "jsonpath={.status.conditions[?(@.type=='Ready')].status}";
+        cluster
+            .kubectl(&["get", "pod", "-n", "kube-system", name, "-o", of], None)
+            .is_ok_and(|status| status == "True")
+    };
+    let came = cluster.wait_until(&format!("pod {name} is ready"), SOON, ready).await;
+    came.with_context(|| {
+        let told = ["describe", "pod", "-n", "kube-system", name];
+        cluster.kubectl(&told, None).unwrap_or_default()
+    })?;
+    cluster.wait_for_offer().await
+}
+
+/// A share of 8 GiB holds.
+async fn enforced(cluster: &Cluster, container: &str) {
+    let report = probe::run(cluster.cri(), container, &["--alloc", "6144", "--alloc", "3072"]).await.unwrap();
+    assert_eq!(report.error, None);
+    assert_eq!(report.gpus[0].total_bytes, 8 << 30, "{report:?}");
+    assert_eq!((report.allocs[0].result, report.allocs[1].result), (0, OUT_OF_MEMORY), "{report:?}");
+}
+
+async fn runs(cluster: &mut Cluster, name: &str) -> String {
+    let limits = json!({"tencent.com/vcuda-core": 20, "tencent.com/vcuda-memory": 32});
+    cluster.create_pod(name, cluster.image(), &["sleep", "inf"], &limits).unwrap();
+    cluster.wait_for_pod(name, SOON).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
+async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
+    if env::var_os(INSIDE).is_none() {
+        return again_in_own_mounts("the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none");
+    }
+    let binaries =
+        Cluster::binaries().context("KUBE_BIN_DIR must name the folder with kubelet and its peers");
+    let options = Options::from_env().unwrap();
+    let mut cluster = Cluster::start(&binaries.unwrap(), &options).await.unwrap();
+    let version = Path::new(&install(&cluster)).join(env!("CARGO_PKG_VERSION"));
+    cluster.vcuda.change(|file| file.paths.install.clone_from(&version)).unwrap();
+    cluster.import(&image(&cluster).unwrap()).unwrap();
+    cluster.import(&probe::image("bookworm").unwrap()).unwrap();
+    cluster.apply_manifest("daemonset.yaml").unwrap();
+    cluster.publish_root_certificate().unwrap();
+    let node = cluster.node().unwrap()["metadata"]["name"].as_str().unwrap().to_owned();
+    cluster.kubectl(&["label", "node", &node, "tencent.com/vcuda=true"], None).unwrap();
+
+    serve(&mut cluster, "vcuda-1").await.unwrap();
+    assert!(version.join("bin/vcuda-hook").exists(), "what the init container installed");
+    let before = runs(&mut cluster, "before").await;
+    enforced(&cluster, &before).await;
+    // Written with the account of the manifest, whose token only the device plugin's container has.
+    let told = |cluster: &Cluster| {
+        let node = cluster.node().unwrap_or_default();
+        let gpus = node["metadata"]["annotations"][annotation::NODE_GPUS].as_str().map(NodeGpus::parse);
+        gpus.is_some_and(|gpus| gpus.is_ok_and(|node| node.gpus.len() == 2))
+    };
+    cluster.wait_until("the node tells the cluster of its GPUs", SOON, told).await.unwrap();
+
+    // As the controller does it: the old pod goes, then the new one comes.
+    cluster.kubectl(&["delete", "pod", "-n", "kube-system", "vcuda-1", "--timeout=60s"], None).unwrap();
+    enforced(&cluster, &before).await;
+    serve(&mut cluster, "vcuda-2").await.unwrap();
+    let after = runs(&mut cluster, "after").await;
+    enforced(&cluster, &after).await;
+    let (phase, id) = cluster.pod_state("before").unwrap();
+    assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
+    enforced(&cluster, &before).await;
+    for pod in ["before", "after"] {
+        cluster.delete_pod(pod).unwrap();
+    }
+    let none = |cluster: &Cluster| cluster.vcuda.shares().is_empty();
+    cluster.wait_until("no share is on record", SOON, none).await.unwrap();
+    cluster.kubectl(&["delete", "pod", "-n", "kube-system", "vcuda-2", "--timeout=60s"], None).unwrap();
+    // The mount point of the token, which runc made on the machine; only where it is empty.
+    for folder in ["/run/secrets/kubernetes.io/serviceaccount", "/run/secrets/kubernetes.io", "/run/secrets"]
+    {
+        let _ = fs::remove_dir(folder);
+    }
+}
