@@ -3,16 +3,17 @@
 //! time, and losing a file loses a line of a list.
 
 use std::{
-    fs,
+    fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
     io,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
 
 use ledger::ShareFolder;
 use rustix::{
-    fs::{CWD, RenameFlags},
+    fs::{CWD, Mode, OFlags, RenameFlags},
     io::Errno,
 };
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,9 @@ const MAX_IMAGES: usize = 1_000;
 
 /// A file has below 10 KiB.
 const MAX_BYTES: u64 = 256 << 10;
+
+/// The length of a file is a multiple of this.
+const PIECE: usize = 1 << 10;
 
 /// Longest image name that is kept: references have at most 255 + 128 characters and a digest.
 const MAX_NAME: usize = 512;
@@ -160,7 +164,21 @@ pub fn remember(state: &Path, looked: Looked<'_>, findings: &[Finding], started:
         layers,
         program,
     };
-    put(&path, &serde_json::to_vec(&seen)?)
+    put_over(&path, serde_json::to_vec(&seen)?)
+}
+
+/// Puts a file there; where there is one, by writing over it, in one piece: a new file each time, and the old one's end,
+/// are a good part of what a known image costs at a container's start. Two that write at once leave the text of one, and
+/// a longer one's end behind it, see [`read`].
+fn put_over(path: &Path, mut bytes: Vec<u8>) -> io::Result<()> {
+    // Mostly of one length then, so that nothing of an older text is left.
+    bytes.resize((bytes.len() + 1).next_multiple_of(PIECE) - 1, b' ');
+    bytes.push(b'\n');
+    match rustix::fs::open(path, OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()) {
+        Ok(file) => File::from(file).write_all_at(&bytes, 0),
+        Err(Errno::NOENT) => put(path, &bytes),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Puts a file there, whole or not at all, and not synced: a crash may forget it.
@@ -193,8 +211,9 @@ pub fn list(state: &Path) -> io::Result<Vec<Seen>> {
     Ok(seen)
 }
 
+/// What is behind the first value does not count.
 fn read(path: &Path) -> Option<Seen> {
-    serde_json::from_slice(&host_read(path, MAX_BYTES).ok()?).ok()
+    serde_json::Deserializer::from_slice(&host_read(path, MAX_BYTES).ok()?).into_iter().next()?.ok()
 }
 
 /// An image's name may hold anything; its file's name does not. Two with one hash share a file in turn.
@@ -266,6 +285,8 @@ pub(crate) fn make_room(folder: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     fn musl() -> Finding {
@@ -300,6 +321,23 @@ mod tests {
             (&["libc-musl".to_owned()][..], true)
         );
         assert!(a.reason.as_deref().unwrap().contains("libc-musl"));
+    }
+
+    #[test]
+    fn a_verdict_is_written_over_the_one_before_and_nothing_behind_it_counts() {
+        let state = tempfile::tempdir().unwrap();
+        note(&state, "a:1", None, &"x".repeat(3 * PIECE), &[musl()], false).unwrap();
+        let path = fs::read_dir(folder(state.path())).unwrap().next().unwrap().unwrap().path();
+        let (inode, long) = (fs::metadata(&path).unwrap().ino(), fs::read(&path).unwrap().len());
+        note(&state, "a:1", None, "x/q", &[], true).unwrap();
+        let after = fs::metadata(&path).unwrap();
+        assert_eq!((after.ino(), after.len()), (inode, long as u64), "the same file");
+        let seen = list(state.path()).unwrap();
+        assert_eq!((seen.len(), seen[0].pod.as_str(), seen[0].starts), (1, "x/q", 2));
+        // A longer one again, and one of the length before.
+        note(&state, "a:1", None, &"y".repeat(5 * PIECE), &[], true).unwrap();
+        note(&state, "a:1", None, "x/r", &[], true).unwrap();
+        assert_eq!(list(state.path()).unwrap()[0].starts, 4);
     }
 
     #[test]
