@@ -47,6 +47,7 @@ pub struct Cluster {
     kubelet: Process,
     scheduler: Process,
     api_server: Process,
+    api_port: u16,
     etcd: Process,
     /// vcuda-scheduler, and the kube-scheduler that asks it.
     extender: Option<[Process; 2]>,
@@ -121,7 +122,8 @@ impl Cluster {
 
         let kubelet = spawn_kubelet(binaries, &host)?;
         let binaries = binaries.into();
-        let mut cluster = Self { kubelet, scheduler, api_server, etcd, extender: None, binaries, host };
+        let mut cluster =
+            Self { kubelet, scheduler, api_server, api_port, etcd, extender: None, binaries, host };
         cluster.wait_until("the node is registered", START_TIMEOUT, |cluster| cluster.node().is_ok()).await?;
         Ok(cluster)
     }
@@ -130,7 +132,7 @@ impl Cluster {
     pub async fn with_vcuda(binaries: &Path, options: &Options) -> Result<Self> {
         let mut cluster = Self::start(binaries, options).await?;
         // The DaemonSet starts nothing, there is no controller manager; its access rules count.
-        cluster.kubectl(&["apply", "-f", &manifest("daemonset.yaml")], None)?;
+        cluster.apply_manifest("daemonset.yaml")?;
         let (kubeconfig, node) = cluster.access_of_device_plugin();
         cluster.vcuda.join(kubeconfig, node);
         cluster.vcuda.start_device_plugin()?;
@@ -143,7 +145,7 @@ impl Cluster {
     /// The same, with the scheduler of the manifests.
     pub async fn with_scheduler(binaries: &Path, options: &Options) -> Result<Self> {
         let mut cluster = Self::with_vcuda(binaries, options).await?;
-        cluster.kubectl(&["apply", "-f", &manifest("scheduler.yaml")], None)?;
+        cluster.apply_manifest("scheduler.yaml")?;
         let folder = cluster.folder().join("kube");
         let [port, health_port] = free_ports()?;
         let program = cluster.vcuda.file().paths.install.join("bin/vcuda-scheduler");
@@ -199,6 +201,30 @@ impl Cluster {
     /// A kubeconfig of the device plugin's, and the node's name.
     pub fn access_of_device_plugin(&self) -> (PathBuf, &'static str) {
         (self.host.folder().join("kube").join(DEVICE_PLUGIN), NODE)
+    }
+
+    /// Where the API server listens.
+    pub fn api(&self) -> (&'static str, u16) {
+        ("127.0.0.1", self.api_port)
+    }
+
+    /// Applies a file of `config/deploy`.
+    pub fn apply_manifest(&self, name: &str) -> Result<()> {
+        let path = format!("{}/../config/deploy/{name}", env!("CARGO_MANIFEST_DIR"));
+        self.kubectl(&["apply", "-f", &path], None).map(drop)
+    }
+
+    /// Gives pods of `kube-system` the API server's certificate, as the controller manager does.
+    pub fn publish_root_certificate(&self) -> Result<()> {
+        let file = self.host.folder().join("kube/certificates/apiserver.crt");
+        let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        let map = json!({
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": "kube-root-ca.crt", "namespace": "kube-system"},
+            "data": {"ca.crt": text},
+        });
+        self.kubectl(&["apply", "-f", "-"], Some(&map)).map(drop)
     }
 
     /// Runs kubectl.
@@ -393,16 +419,26 @@ impl DerefMut for Cluster {
 }
 
 /// kubelet's device plugin folder is fixed (`k8s.io/kubelet` `constants.go`), so kubelet gets a mount namespace in
-/// which that path is ours. The machine's own stays as it is.
+/// which that path is ours. The machine's own stays as it is. What kubelet mounts for pods below its own folder, such as
+/// tokens, containerd has to see: that folder is a shared mount.
 fn spawn_kubelet(binaries: &Path, host: &Host) -> Result<Process> {
     const FIXED: &str = "/var/lib/kubelet/device-plugins";
     let plugins = &host.vcuda.file().paths.kubelet;
     fs::create_dir_all(FIXED)?;
     let folder = host.folder().join("kube");
+    let root = host.folder().join("kubelet");
+    if !Command::new("mountpoint").arg("-q").arg(&root).status()?.success() {
+        let mut mount = Command::new("mount");
+        mount.args(["--bind", "--make-shared"]).args([&root, &root]);
+        run(mount)?;
+    }
     let mut command = Command::new("unshare");
     command
-        .args(["--mount", "--propagation", "private", "sh", "-c"])
-        .arg(format!("mount --bind \"$1\" {FIXED} && shift && exec \"$@\""))
+        .args(["--mount", "--propagation", "unchanged", "sh", "-c"])
+        .arg(format!(
+            "mount --make-private \"$(findmnt -n -o TARGET -T {FIXED})\" && mount --bind \"$1\" {FIXED} \
+             && shift && exec \"$@\""
+        ))
         .arg("kubelet")
         .arg(plugins)
         .arg(binaries.join("kubelet"))
@@ -411,7 +447,7 @@ fn spawn_kubelet(binaries: &Path, host: &Host) -> Result<Process> {
         .arg("--kubeconfig")
         .arg(folder.join(ADMIN))
         .arg("--root-dir")
-        .arg(host.folder().join("kubelet"))
+        .arg(root)
         .arg("--cert-dir")
         .arg(folder.join("kubelet-certificates"))
         .args(["--hostname-override", NODE]);
@@ -452,11 +488,6 @@ fn cgroup_hierarchies() -> Result<Vec<PathBuf>> {
     let text = fs::read_to_string("/proc/self/mountinfo")?;
     let is_cgroup = |line: &&str| line.contains(" - cgroup ") || line.contains(" - cgroup2 ");
     Ok(text.lines().filter(is_cgroup).filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
-}
-
-/// Path of a file in `config/deploy`.
-fn manifest(name: &str) -> String {
-    format!("{}/../config/deploy/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
 fn kubeconfig(api: &str, user: &str) -> String {
