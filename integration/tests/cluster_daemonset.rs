@@ -75,11 +75,13 @@ fn daemon_pod(cluster: &Cluster, name: &str) -> Result<Value> {
     for container in pod["spec"]["containers"].as_array_mut().context("no containers")? {
         container["image"] = "local/vcuda:1".into();
         container["command"].as_array_mut().context("no command")?.extend(config.clone());
-        if let Some(probe) = container["readinessProbe"]["exec"]["command"].as_array_mut() {
+        if let Some(probe) =
+            container.pointer_mut("/readinessProbe/exec/command").and_then(Value::as_array_mut)
+        {
             probe.extend(config.clone());
         }
         // There is no kube-proxy, so the API server's service has no address that answers.
-        if let Some(env) = container["env"].as_array_mut() {
+        if let Some(env) = container.pointer_mut("/env").and_then(Value::as_array_mut) {
             let (host, port) = cluster.api();
             env.push(json!({"name": "KUBERNETES_SERVICE_HOST", "value": host}));
             env.push(json!({"name": "KUBERNETES_SERVICE_PORT", "value": port.to_string()}));
