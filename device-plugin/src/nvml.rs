@@ -35,6 +35,7 @@ use vcuda_config::{GpuUuid, Link};
 use self::events::{Events, Wait};
 use crate::{
     health::{Noted, QUIET, XidBook},
+    holders::Holders,
     meter::{Meter, Readings, TICK},
     topology::{self, Between},
 };
@@ -116,6 +117,7 @@ pub struct SeenGpu {
 #[derive(Debug)]
 pub struct Surveyor {
     surveys: watch::Receiver<Survey>,
+    holders: Arc<Holders>,
     _stop: Sender<()>,
 }
 
@@ -129,12 +131,14 @@ impl Surveyor {
     pub fn start(driver_root: PathBuf, ignored_xids: &[u64], meter: Arc<Meter>) -> io::Result<Self> {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
+        let holders = Arc::new(Holders::default());
         let xids = XidBook::new(ignored_xids.iter().copied(), QUIET);
         let mut survey = Surveying {
             publish,
             stopped,
             xids,
             meter,
+            holders: Arc::clone(&holders),
             pause: DRIVER_EVERY.0,
             seen: BTreeSet::new(),
             connections: None,
@@ -143,12 +147,17 @@ impl Surveyor {
         thread::Builder::new()
             .name("nvml".into())
             .spawn(move || while survey.look_for_driver(&driver_root) {})?;
-        Ok(Self { surveys, _stop: stop })
+        Ok(Self { surveys, holders, _stop: stop })
     }
 
     /// The surveys; a new one is there when something has changed.
     pub fn surveys(&self) -> watch::Receiver<Survey> {
         self.surveys.clone()
+    }
+
+    /// For who wants to know what processes hold of the GPUs' memory.
+    pub(crate) fn holders(&self) -> Arc<Holders> {
+        Arc::clone(&self.holders)
     }
 }
 
@@ -169,6 +178,7 @@ struct Surveying {
     /// All GPUs that were ever there.
     seen: BTreeSet<GpuUuid>,
     meter: Arc<Meter>,
+    holders: Arc<Holders>,
     connections: Option<Connections>,
     /// Uncorrected memory errors, as they were last counted.
     ecc: BTreeMap<GpuUuid, u64>,
@@ -215,6 +225,7 @@ impl Surveying {
                 }
                 let wait = if self.meter.is_wanted() {
                     self.meter.read(nvml, &mut readings);
+                    self.holders.answer(nvml);
                     TICK
                 } else {
                     EVENT_WAIT

@@ -24,7 +24,7 @@ use crate::{
     metrics,
     nvml::Surveyor,
     offer::{Offer, Resource},
-    warned,
+    unseen, warned,
 };
 
 /// How often everything is looked at, whether or not something called for it: device nodes come without a word.
@@ -68,6 +68,8 @@ pub async fn run(
         .map(|listen| tokio::spawn(metrics::serve(listen, file.clone(), governor.figures(), stop.clone())));
 
     let floor = Floor::new(paths.clone(), file.memory.floor);
+    let mut unseen = unseen::start(paths.shares(), floor.is_some(), surveyor.holders())
+        .map_err(system("no thread for memory that no call shows could be started"))?;
     let _floor = match &floor {
         None => None,
         Some(floor) => {
@@ -122,9 +124,10 @@ pub async fn run(
         }
         tokio::select! {
             _ = stop.wait_for(|stop| *stop) => break,
-            survey = surveys.changed() => survey.map_err(|_| nvml_ended())?,
+            survey = surveys.changed() => survey.map_err(|_| ended("the NVML thread"))?,
             Some(ended) = sessions.join_next(), if !sessions.is_empty() => ended.unwrap_or_else(go_down),
-            () = governor.ended() => return Err(governor_ended()),
+            () = governor.ended() => return Err(ended("the governor's thread")),
+            () = unseen.ended() => return Err(ended("the thread for memory that no call shows")),
             Ok(()) = shares.changed() => time::sleep(GATHER).await,
             Ok(()) = kubelet.changed() => time::sleep(GATHER).await,
             Ok(()) = cordons.changed() => {}
@@ -150,20 +153,9 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// The thread never ends by itself, so it has panicked, and said why.
-fn nvml_ended() -> Fatal {
-    Fatal::System {
-        what: "the NVML thread",
-        source: io::Error::other("ended by itself; restart vcuda-device-plugin"),
-    }
-}
-
-/// It never ends by itself, either.
-fn governor_ended() -> Fatal {
-    Fatal::System {
-        what: "the governor's thread",
-        source: io::Error::other("ended by itself; restart vcuda-device-plugin"),
-    }
+/// These threads never end by themselves, so one has panicked, and said why.
+fn ended(what: &'static str) -> Fatal {
+    Fatal::System { what, source: io::Error::other("ended by itself; restart vcuda-device-plugin") }
 }
 
 /// A part that has panicked takes the whole down, to be started again: half a plugin is worse than none.

@@ -156,7 +156,8 @@ impl HeldBy {
 pub struct Usage {
     /// Bytes held.
     pub memory_bytes: u64,
-    /// Bytes beyond these that the driver says it holds: contexts, modules, local memory. 0 where it does not tell.
+    /// Bytes beyond these that the driver says it holds: contexts, modules, local memory. They count against the ceiling. 0
+    /// where it does not tell.
     pub unseen_bytes: u64,
     /// Allocations that the ceiling has refused.
     pub refusals: u64,
@@ -284,7 +285,7 @@ impl Figures {
         let governed = now.saturating_sub(self.limits.heartbeat_ns()) < HEARTBEAT_NS;
         let usage = |gpu: &region::GpuUsage| Usage {
             memory_bytes: gpu.used_bytes,
-            unseen_bytes: self.limits.unseen_bytes(at),
+            unseen_bytes: self.limits.unseen_bytes(at, || now),
             refusals: gpu.refusals,
             gpu_ns: gpu.charged_ns,
             launches: self.usage.launches,
@@ -512,12 +513,15 @@ mod tests {
             Status::read(&file).unwrap()
         };
         assert_eq!(hold("earlier").gpus[0].shares[0].held_by, Some(HeldBy::Shim));
-        region::LimitsWriter::open(&share.limits()).unwrap().set_unseen(&uuid(1).bytes(), 1 << 29).unwrap();
+        let node = region::LimitsWriter::open(&share.limits()).unwrap();
+        node.set_unseen(&uuid(1).bytes(), 1 << 29, monotonic_ns()).unwrap();
         let status = hold("c");
         assert_eq!(status.gpus[0].shares[0].held_by, Some(HeldBy::DriverAndShim));
         assert_eq!(status.gpus[0].shares[0].usage.unwrap().unseen_bytes, 1 << 29);
         let text = status.to_string();
         assert!(text.contains("driver+shim") && text.contains("0.5 GiB"), "{text}");
+        node.set_unseen(&uuid(1).bytes(), 1 << 29, 1).unwrap();
+        assert_eq!(hold("c").gpus[0].shares[0].usage.unwrap().unseen_bytes, 0, "nobody measures it any more");
     }
 
     /// A container can write whatever it likes into its usage.

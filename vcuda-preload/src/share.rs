@@ -77,6 +77,14 @@ fn open() -> Option<&'static Share> {
     Some(share)
 }
 
+/// CLOCK_MONOTONIC in nanoseconds as of the kernel's last tick: milliseconds behind, and a few nanoseconds to read.
+fn coarse_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` outlives the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
+    time.tv_sec.cast_unsigned().wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec.cast_unsigned())
+}
+
 /// Says on stderr why there is no CUDA here, once a process.
 fn complain(what: &str, error: &io::Error) {
     static SAID: AtomicBool = AtomicBool::new(false);
@@ -125,7 +133,7 @@ impl Share {
     pub fn memory(&self, gpu: usize) -> (u64, u64) {
         let _kept = errno::Keep::new();
         let ceiling = self.limits.memory_bytes(gpu);
-        let used = self.usage.used(self.me_if_claimed(), gpu).saturating_add(self.limits.unseen_bytes(gpu));
+        let used = self.usage.used(self.me_if_claimed(), gpu).saturating_add(self.unseen(gpu));
         (ceiling, used.min(ceiling))
     }
 
@@ -154,7 +162,12 @@ impl Share {
 
     /// What allocations of GPU `gpu` may come to.
     fn ceiling(&self, gpu: usize) -> u64 {
-        self.limits.memory_bytes(gpu).saturating_sub(self.limits.unseen_bytes(gpu))
+        self.limits.memory_bytes(gpu).saturating_sub(self.unseen(gpu))
+    }
+
+    /// What the node says that the container holds beyond its account.
+    fn unseen(&self, gpu: usize) -> u64 {
+        self.limits.unseen_bytes(gpu, coarse_ns)
     }
 
     /// Puts bytes on the account that are taken already.

@@ -975,11 +975,21 @@ fn a_ceiling_that_is_changed_holds_at_once() {
     session.must(&format!("free {second}"));
     assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
     assert_eq!(model.refusals(0), 2);
-    // What the node measured besides counts too.
+    // What the node measured besides counts too, as long as that is not long ago.
+    let (now, long_ago) = (u64::MAX, 1);
     node.set(&limit(0, CEILING + 300 * MIB)).unwrap();
-    node.set_unseen(&model_uuid(0), 299 * MIB).unwrap();
+    node.set_unseen(&model_uuid(0), 299 * MIB, now).unwrap();
     assert_eq!(session.info(), (MIB, CEILING + 300 * MIB));
+    assert_eq!(session.call("nvml 0"), (0, MIB, CEILING + 300 * MIB));
     assert_eq!(session.call(&format!("alloc {}", MIB + 1)).0, OUT_OF_MEMORY);
-    session.must(&format!("alloc {MIB}"));
+    let third = session.must(&format!("alloc {MIB}"));
+    // More than is left of the ceiling: nothing is taken away, and nothing more is given.
+    node.set_unseen(&model_uuid(0), 350 * MIB, now).unwrap();
+    assert_eq!(session.info(), (0, CEILING + 300 * MIB));
+    session.must(&format!("free {third}"));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    node.set_unseen(&model_uuid(0), 350 * MIB, long_ago).unwrap();
+    assert_eq!(session.info(), (300 * MIB, CEILING + 300 * MIB));
+    session.must(&format!("alloc {}", 300 * MIB));
     assert!(node.set(&GpuLimit { uuid: [9; 16], ..limit(0, 1) }).is_err());
 }

@@ -105,7 +105,7 @@ fn everything_that_can_take_device_memory_is_accounted_or_has_a_reason() {
     for (symbol, _, action) in table("cuda") {
         let what = match action.as_str() {
             "take" | "track" => "accounted",
-            "unseen" => "charged where the driver has a floor",
+            "unseen" => "charged as the driver tells",
             "imported" => "owned elsewhere",
             "pass" | "pace" if sounds_so(&symbol) => {
                 let reason = TAKE_NONE.iter().any(|(beginning, _)| symbol.starts_with(beginning));

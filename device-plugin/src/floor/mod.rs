@@ -18,6 +18,8 @@ use region::{Limits, LimitsWriter, UsageReader};
 use tracing::{debug, info, warn};
 use vcuda_config::{GpuUuid, MemoryFloor, Paths, floor::Answer};
 
+use crate::governor::monotonic_ns;
+
 pub(crate) use server::serve;
 
 /// Puts the driver's floor under shares.
@@ -109,7 +111,7 @@ impl Floor {
             let (Some(before), Some(after)) = (before, accounted(&folder, gpu)) else { continue };
             let unseen = limit.used_bytes.saturating_sub(before.max(after)).min(limit.bytes);
             let _ = LimitsWriter::open(&folder.limits())
-                .and_then(|limits| limits.set_unseen(&gpu.bytes(), unseen))
+                .and_then(|limits| limits.set_unseen(&gpu.bytes(), unseen, monotonic_ns()))
                 .inspect_err(|error| debug!(%error, share = %name, "no overhead noted"));
         }
         Ok(())

@@ -4,7 +4,7 @@
 //!
 //! All it knows is read anew from the shares' folders; nothing is kept on disk. It must not know of kubelet.
 
-mod cgroup;
+pub(crate) mod cgroup;
 pub mod lend;
 mod share;
 #[cfg(test)]

@@ -51,7 +51,9 @@ pub(crate) struct LimitEntry {
     pub rate_permille: AtomicU64,
     /// What the GPU was really used, in thousandths of what the container measured itself; 0 for 1000.
     pub charge_permille: AtomicU64,
-    _reserved: [AtomicU64; 3],
+    /// CLOCK_MONOTONIC in nanoseconds when `unseen_bytes` was measured.
+    pub unseen_at_ns: AtomicU64,
+    _reserved: [AtomicU64; 2],
 }
 
 /// `usage`: header page, totals page, then one slot a process, then what processes let each other have.
@@ -167,7 +169,10 @@ mod tests {
         assert_eq!((offset_of!(LimitEntry, core), offset_of!(LimitEntry, unseen_bytes)), (24, 32));
         assert_eq!((offset_of!(LimitEntry, own_slots), offset_of!(LimitEntry, lent_slots)), (48, 64));
         assert_eq!((offset_of!(LimitEntry, lease_until_ns), offset_of!(LimitEntry, rate_permille)), (80, 88));
-        assert_eq!(offset_of!(LimitEntry, charge_permille), 96);
+        assert_eq!(
+            (offset_of!(LimitEntry, charge_permille), offset_of!(LimitEntry, unseen_at_ns)),
+            (96, 104)
+        );
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
         assert_eq!((offset_of!(UsageFile, exports_used), offset_of!(UsageFile, exports_made)), (144, 152));
         assert_eq!((offset_of!(UsageFile, exports), offset_of!(Export, importers)), (8192 + 1024 * 512, 64));

@@ -29,7 +29,7 @@ pub use account::Refused;
 pub use budget::{Budget, Terms};
 pub use correct::Correction;
 pub use exports::{Exported, Key};
-pub use limits::{GpuLimit, Limits, LimitsWriter};
+pub use limits::{GpuLimit, Limits, LimitsWriter, UNSEEN_LASTS_NS};
 pub use pace::{Lease, Pace};
 pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};
 pub use snapshot::{GpuUsage, ProcessUsage, UsageReader, UsageSnapshot};

@@ -22,6 +22,10 @@ use crate::{
     pair::{halves, whole},
 };
 
+/// How long bytes that the node measured and no call shows count, in nanoseconds: four of its looks, of which the slowest comes
+/// every five seconds. When nobody looks any more, what its processes hold when they end is back after that.
+pub const UNSEEN_LASTS_NS: u64 = 20_000_000_000;
+
 /// What a container may use of one GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuLimit {
@@ -114,9 +118,21 @@ impl Limits {
         self.file.gpus.get(gpu).map_or(0, |entry| entry.memory_bytes.load(Relaxed))
     }
 
-    /// Bytes in use on GPU number `gpu` that the node measured and no call shows: contexts, modules, local memory.
-    pub fn unseen_bytes(&self, gpu: usize) -> u64 {
-        self.file.gpus.get(gpu).map_or(0, |entry| entry.unseen_bytes.load(Relaxed))
+    /// Bytes in use on GPU number `gpu` that the node measured and no call shows: contexts, modules, local memory. 0 where
+    /// that is long ago. `now_ns` tells CLOCK_MONOTONIC in nanoseconds; it is asked only where there are any.
+    pub fn unseen_bytes(&self, gpu: usize, now_ns: impl FnOnce() -> u64) -> u64 {
+        let Some(entry) = self.file.gpus.get(gpu) else { return 0 };
+        let at_ns = entry.unseen_at_ns.load(Acquire);
+        match entry.unseen_bytes.load(Relaxed) {
+            0 => 0,
+            bytes => {
+                if now_ns().saturating_sub(at_ns) < UNSEEN_LASTS_NS {
+                    bytes
+                } else {
+                    0
+                }
+            }
+        }
     }
 
     /// Share of the time of GPU number `gpu` that the container used in the node's last tick, in percent of the GPU; none
@@ -175,12 +191,16 @@ impl LimitsWriter {
         Ok(())
     }
 
-    /// Says how many bytes on the GPU with this UUID no call shows. They count against the ceiling.
+    /// Says how many bytes on the GPU with this UUID no call shows, as measured at `now_ns` of CLOCK_MONOTONIC. They count
+    /// against the ceiling for [`UNSEEN_LASTS_NS`].
     ///
     /// # Errors
     /// The share does not have that GPU.
-    pub fn set_unseen(&self, uuid: &[u8; 16], bytes: u64) -> io::Result<()> {
-        self.entry(uuid)?.unseen_bytes.store(bytes, Relaxed);
+    pub fn set_unseen(&self, uuid: &[u8; 16], bytes: u64, now_ns: u64) -> io::Result<()> {
+        let entry = self.entry(uuid)?;
+        entry.unseen_bytes.store(bytes, Relaxed);
+        // Last: who sees the time sees the bytes, and old ones are never taken for new.
+        entry.unseen_at_ns.store(now_ns, Release);
         Ok(())
     }
 
@@ -357,7 +377,7 @@ mod tests {
         let own_slots = Slots::from_bits(0xff << 60);
         let changed = GpuLimit { memory_bytes: 2 << 30, core_percent: 40, own_slots, ..gpu(2, 0) };
         outside.set(&changed).unwrap();
-        outside.set_unseen(&[2; 16], 300 << 20).unwrap();
+        outside.set_unseen(&[2; 16], 300 << 20, 5).unwrap();
         outside.set_busy_percent(&[2; 16], 37).unwrap();
         assert_eq!(inside.busy_percent(1), None, "nobody measures yet");
         assert_eq!(inside.pace(0).unwrap().lease, Lease::default());
@@ -371,10 +391,12 @@ mod tests {
 
         assert_eq!(inside.get(1), Some(changed));
         assert_eq!(inside.get(0), Some(gpu(1, 1 << 30)), "the other GPU keeps its limit");
-        assert_eq!(
-            (inside.unseen_bytes(1), inside.unseen_bytes(0), inside.heartbeat_ns()),
-            (300 << 20, 0, 77)
-        );
+        let unseen = |gpu, now_ns| inside.unseen_bytes(gpu, || now_ns);
+        assert_eq!((unseen(1, 5), unseen(1, 4 + UNSEEN_LASTS_NS), unseen(0, 5)), (300 << 20, 300 << 20, 0));
+        assert_eq!(unseen(1, 5 + UNSEEN_LASTS_NS), 0, "nobody looks any more");
+        outside.set_unseen(&[2; 16], 0, 6).unwrap();
+        assert_eq!(inside.unseen_bytes(1, || unreachable!("on the way of every allocation")), 0);
+        assert_eq!(inside.heartbeat_ns(), 77);
         assert!(outside.set(&gpu(9, 1)).is_err());
         assert!(outside.set_lease(&[9; 16], &lease).is_err());
     }

@@ -59,6 +59,9 @@ pub struct UsageSnapshot {
 pub struct GpuUsage {
     /// Bytes that living processes hold, and that the dead left to their children or to who imported them.
     pub used_bytes: u64,
+    /// Bytes that several living processes of the container hold, once for each of them but the first: so much may a sum over its
+    /// processes be above what they hold together.
+    pub shared_bytes: u64,
     /// Allocations that the ceiling has refused since the file was made.
     pub refusals: u64,
     /// CLOCK_MONOTONIC up to which the share's time is used up, in nanoseconds.
@@ -204,14 +207,22 @@ impl UsageReader {
     fn add_exports(&self, used: usize, alive: &[bool], snapshot: &mut UsageSnapshot) -> io::Result<()> {
         let mut text = vec![0; used * size_of::<Export>()];
         self.file.read_exact_at(&mut text, std::mem::offset_of!(UsageFile, exports) as u64)?;
+        let mut living = [0_u64; MAX_PROCESSES / 64];
+        for slot in (0..MAX_PROCESSES).filter(|slot| alive[*slot]) {
+            living[slot / 64] |= 1 << (slot % 64);
+        }
         for entry in text.chunks_exact(size_of::<Export>()) {
             let Some((slot, gpu, held, left)) = owner(word(entry, std::mem::offset_of!(Export, word))) else {
                 continue;
             };
-            let bits = |slot: usize| word(entry, std::mem::offset_of!(Export, importers) + slot / 64 * 8);
-            let is_imported = |slot: &usize| alive[*slot] && bits(*slot) >> (slot % 64) & 1 == 1;
+            let bits = |at: usize| word(entry, std::mem::offset_of!(Export, importers) + at * 8);
+            let importers: u32 =
+                living.iter().enumerate().map(|(at, living)| (bits(at) & living).count_ones()).sum();
             let (held, figures) = (bytes(held), &mut snapshot.gpus[gpu]);
-            match (alive[slot], (0..MAX_PROCESSES).any(|slot| is_imported(&slot))) {
+            let holders = importers + u32::from(alive[slot] && !left);
+            let again = held.saturating_mul(holders.saturating_sub(1).into());
+            figures.shared_bytes = figures.shared_bytes.saturating_add(again);
+            match (alive[slot], importers > 0) {
                 (false, true) => figures.used_bytes = figures.used_bytes.saturating_add(held),
                 (true, false) if left => figures.used_bytes = figures.used_bytes.saturating_sub(held),
                 _ => {}
@@ -262,6 +273,28 @@ mod tests {
         let counters = UsageReader::open(&path).unwrap().counters().unwrap();
         assert_eq!((counters.gpus[1].refusals, counters.launches), (1, 5));
         assert_eq!((usage.used(Some(me), 1), usage.used(None, 1)), (3 << 20, 3 << 20));
+    }
+
+    #[test]
+    fn what_several_processes_hold_is_told_as_often_as_a_sum_would_count_it_too_much() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("usage");
+        Usage::create(&path).unwrap();
+        let usage = Usage::open(&path).unwrap();
+        let me = usage.claim().unwrap();
+        usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
+        let exported = usage.export(me, 1, 2 << 20).unwrap();
+        usage.set_key(exported, crate::Key::Handle(7));
+        let held = || {
+            let gpu = UsageReader::open(&path).unwrap().snapshot().unwrap().gpus[1];
+            (gpu.used_bytes, gpu.shared_bytes)
+        };
+        assert_eq!(held(), (3 << 20, 0), "nobody has imported it");
+        // Two processes at most are needed to see it; one that imports its own is as good.
+        usage.import(me, crate::Key::Handle(7)).unwrap();
+        assert_eq!(held(), (3 << 20, 2 << 20));
+        usage.unexport(me, exported);
+        assert_eq!(held(), (3 << 20, 0), "its maker is done with it");
     }
 
     #[test]

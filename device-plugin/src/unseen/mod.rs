@@ -1,0 +1,202 @@
+//! Memory that no call in a container shows: contexts, modules, and what a process takes past the shim. Where the driver's floor
+//! does not tell it, it is what the driver says that the container's processes hold beyond their own account, by their cgroups.
+//! It goes into `limits`, where it counts against the ceiling for a while, so that nothing is refused for long for what nobody
+//! measures any more.
+//!
+//! On a thread of its own: what it reads of containers can be slow to read, if they want it so.
+
+mod rule;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    io,
+    path::PathBuf,
+    sync::{
+        Arc,
+        mpsc::{RecvTimeoutError, Sender, channel},
+    },
+    thread,
+    time::Duration,
+};
+
+use ledger::{ShareFolder, ShareKind, ShareName, ShareRecord, ShareState, Shares};
+use region::{LimitsWriter, UsageReader, UsageSnapshot};
+use tokio::sync::oneshot;
+use tracing::debug;
+use vcuda_config::GpuUuid;
+
+use crate::{
+    governor::{cgroup::Cgroups, monotonic_ns},
+    holders::{Held, Holders},
+};
+use rule::{Figure, beyond};
+
+/// How often a look is taken. The driver goes through all that its clients hold for each.
+const EVERY: Duration = Duration::from_millis(500);
+
+/// How long the driver's answer is waited for. What comes later is of another time than the accounts.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The running thread; it ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Handle {
+    ended: oneshot::Receiver<()>,
+    _stop: Sender<()>,
+}
+
+impl Handle {
+    /// Waits for its end, which only a panic brings.
+    pub(crate) async fn ended(&mut self) {
+        let _ = (&mut self.ended).await;
+    }
+}
+
+/// Looks at the shares in `folder` on a thread of its own. With `floors`, those that have the driver's floor are left to it.
+///
+/// # Errors
+///
+/// No thread could be started.
+pub(crate) fn start(folder: PathBuf, floors: bool, holders: Arc<Holders>) -> io::Result<Handle> {
+    let (stop, stopped) = channel::<()>();
+    let (alive, ended) = oneshot::channel::<()>();
+    let mut unseen = Unseen::new(folder, floors, "/proc".into());
+    thread::Builder::new().name("unseen".into()).spawn(move || {
+        // Dropped with the thread, however that ends.
+        let _alive = alive;
+        loop {
+            let looks = unseen.begin(monotonic_ns());
+            let gpus: BTreeSet<_> = looks.iter().flat_map(Look::gpus).collect();
+            if !gpus.is_empty()
+                && let Ok(held) = holders.ask(gpus).recv_timeout(PATIENCE)
+            {
+                unseen.end(looks, &held, monotonic_ns());
+            }
+            if stopped.recv_timeout(EVERY) == Err(RecvTimeoutError::Disconnected) {
+                return;
+            }
+        }
+    })?;
+    Ok(Handle { ended, _stop: stop })
+}
+
+/// See the module.
+struct Unseen {
+    folder: PathBuf,
+    floors: bool,
+    cgroups: Cgroups,
+    figures: BTreeMap<(ShareName, GpuUuid), Known>,
+}
+
+/// What is known of a container on one GPU.
+struct Known {
+    container: String,
+    figure: Figure,
+}
+
+/// A look at a share that has begun: its account before the driver is asked.
+struct Look {
+    name: ShareName,
+    record: ShareRecord,
+    limits: LimitsWriter,
+    usage: UsageReader,
+    before: UsageSnapshot,
+}
+
+impl Unseen {
+    /// Processes are looked up below `proc`.
+    fn new(folder: PathBuf, floors: bool, proc: PathBuf) -> Self {
+        Self { folder, floors, cgroups: Cgroups::new(proc), figures: BTreeMap::new() }
+    }
+
+    /// Reads what the shares account for that are to be looked at.
+    fn begin(&mut self, now_ns: u64) -> Vec<Look> {
+        let Ok(shares) = Shares::read(&self.folder) else { return Vec::new() };
+        let records = shares.records.into_iter().filter(|(_, record)| {
+            record.kind == ShareKind::Share && record.shim && record.state == ShareState::Running
+        });
+        let looks: Vec<_> = records.filter_map(|(name, record)| self.look_at(name, record)).collect();
+        self.figures.retain(|(name, _), _| looks.iter().any(|look| look.name == *name));
+        for look in &looks {
+            for gpu in look.gpus() {
+                let known = look.at(&gpu).map_or(0, |at| look.limits.limits().unseen_bytes(at, || now_ns));
+                let container = &look.record.container.id;
+                let key = (look.name.clone(), gpu);
+                if self.figures.get(&key).is_none_or(|known| known.container != *container) {
+                    let figure = Figure::known(known);
+                    self.figures.insert(key, Known { container: container.clone(), figure });
+                }
+            }
+        }
+        looks
+    }
+
+    /// None where the driver's floor tells it, or the container's files cannot be read.
+    fn look_at(&self, name: ShareName, record: ShareRecord) -> Option<Look> {
+        let folder = ShareFolder::new(&self.folder, &name);
+        if self.floors && ledger::Floor::load(&folder, &record.container.id).is_some() {
+            return None;
+        }
+        let opened = (|| -> io::Result<_> {
+            let limits = LimitsWriter::open(&folder.limits())?;
+            let usage = UsageReader::open(&folder.usage())?;
+            let before = usage.snapshot()?;
+            Ok((limits, usage, before))
+        })();
+        let (limits, usage, before) =
+            opened.inspect_err(|error| debug!(%error, share = %name, "not looked at")).ok()?;
+        Some(Look { name, record, limits, usage, before })
+    }
+
+    /// Goes on with what the driver has said: `held`.
+    fn end(&mut self, looks: Vec<Look>, held: &Held, now_ns: u64) {
+        let sampled = self.sampled(&looks, held);
+        for look in looks {
+            let Ok(after) = look.usage.snapshot() else { continue };
+            for gpu in look.gpus().filter(|gpu| held.contains_key(gpu)) {
+                let key = (look.name.clone(), gpu);
+                let (Some(at), Some(known)) = (look.at(&key.1), self.figures.get_mut(&key)) else { continue };
+                let (Some(before), Some(after)) = (look.before.gpus.get(at), after.gpus.get(at)) else {
+                    continue;
+                };
+                let sampled = sampled.get(&key).copied().unwrap_or(0);
+                let unseen = known.figure.look(beyond(sampled, *before, *after));
+                let ceiling = look.limits.limits().memory_bytes(at);
+                let noted = look.limits.set_unseen(&key.1.bytes(), unseen.min(ceiling), now_ns);
+                if let Err(error) = noted {
+                    debug!(%error, share = %look.name, "nothing noted");
+                }
+            }
+        }
+    }
+
+    /// What the driver says that the processes of each share hold of each GPU, added up.
+    fn sampled(&mut self, looks: &[Look], held: &Held) -> HashMap<(ShareName, GpuUuid), u64> {
+        let by_container: HashMap<&str, &ShareName> =
+            looks.iter().map(|look| (look.record.container.id.as_str(), &look.name)).collect();
+        self.cgroups.tick();
+        let mut sampled = HashMap::new();
+        for (gpu, pid, bytes) in
+            held.iter().flat_map(|(gpu, of_gpu)| of_gpu.iter().map(move |(pid, bytes)| (gpu, pid, bytes)))
+        {
+            let container = self.cgroups.container(*pid, |id| by_container.contains_key(id));
+            if let Some(name) = container.and_then(|id| by_container.get(id)) {
+                let sum: &mut u64 = sampled.entry(((*name).clone(), gpu.clone())).or_default();
+                *sum = sum.saturating_add(*bytes);
+            }
+        }
+        sampled
+    }
+}
+
+impl Look {
+    fn gpus(&self) -> impl Iterator<Item = GpuUuid> {
+        self.record.gpus.iter().map(|gpu| gpu.uuid.clone())
+    }
+
+    /// Which GPU of the share it is.
+    fn at(&self, gpu: &GpuUuid) -> Option<usize> {
+        self.limits.limits().find(&gpu.bytes())
+    }
+}
