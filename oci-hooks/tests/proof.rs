@@ -350,8 +350,10 @@ fn runtimes(container: &Container<'_>, case: &Case, shown: &mut Shown) -> Result
             "torch-12.4" => answers.push(needed(&container, piece, "cudart-12.9")?),
             // No runtime is in them.
             "stub" | "numba" | "jax-12" => {}
-            "nccl-12" | "cublas-12" | "cudnn-12" | "jax-pjrt-12" | "cupy-12" => {
-                shown.left_open.push(format!("{piece}: its runtime is linked in"));
+            "nccl-12" => answers.push(nccl(&container)?),
+            // All that they say is that they cannot begin, whatever the reason.
+            "cublas-12" | "cudnn-12" | "jax-pjrt-12" | "cupy-12" => {
+                shown.left_open.push(format!("{piece}: its runtime is linked in, and says nothing itself"));
             }
             other => {
                 let file = RUNTIMES.iter().find(|(piece, _)| *piece == other).map(|(_, file)| file);
@@ -361,6 +363,17 @@ fn runtimes(container: &Container<'_>, case: &Case, shown: &mut Shown) -> Result
         }
     }
     Ok(answers)
+}
+
+/// What the runtime in NCCL says: it is linked in, and NCCL tells its error by its text.
+fn nccl(container: &Container<'_>) -> Result<i32, String> {
+    let said = container.run(&["/proof/asks", "nccl", "/opt/nccl-12/nvidia/nccl/lib/libnccl.so.2"]);
+    let line = said.out.lines().rfind(|line| line.contains("(ncclCommInitAll) NCCL WARN Cuda failure"));
+    match line {
+        Some(line) if line.contains("'no CUDA-capable device is detected'") => Ok(NO_DEVICE),
+        Some(line) if line.contains("'CUDA driver version is insufficient") => Ok(INSUFFICIENT_DRIVER),
+        _ => Err(format!("NCCL: {said:?}")),
+    }
 }
 
 /// The answer of the runtime that a PyTorch needs and does not bring.

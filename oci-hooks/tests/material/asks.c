@@ -2,7 +2,8 @@
  *
  *   asks memory WITHIN PAST    whose cuMemAlloc it got, how much memory there seems to be, and the driver's answers to a
  *                              block of WITHIN bytes, one of PAST bytes beside it, and WITHIN again when the first is free
- *   asks runtime FILE          what a CUDA runtime answers to the first call that needs the driver */
+ *   asks runtime FILE          what a CUDA runtime answers to the first call that needs the driver
+ *   asks nccl FILE             the same of the one that is linked into NCCL, which says it in a warning */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -68,8 +69,13 @@ int main(int argc, char **argv) {
         int (*count)(int *) = function(open_library(argv[2]), "cudaGetDeviceCount");
         int devices;
         printf("%d\n", count(&devices));
+    } else if (argc == 3 && !strcmp(argv[1], "nccl")) {
+        setenv("NCCL_DEBUG", "WARN", 1);
+        int (*init)(void **, int, const int *) = function(open_library(argv[2]), "ncclCommInitAll");
+        void *communicator;
+        init(&communicator, 1, NULL);
     } else {
-        end("asks memory WITHIN PAST, or asks runtime FILE");
+        end("asks memory WITHIN PAST, asks runtime FILE, or asks nccl FILE");
     }
     return 0;
 }
