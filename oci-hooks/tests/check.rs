@@ -16,6 +16,15 @@ use serde_json::Value;
 /// A node without anything on it, and images beside it.
 struct Place(tempfile::TempDir);
 
+/// A clock that goes on by three seconds whenever somebody looks at it.
+const CLOCK: &str = "#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    static time_t now = 1000;
+    at->tv_sec = now += 3, at->tv_nsec = 0;
+    return (void)clock, 0;
+}
+";
+
 /// How it ended, and what it printed on standard output and standard error.
 type Answer = (Option<i32>, String, String);
 
@@ -188,4 +197,26 @@ fn what_is_started_decides_and_scripts_are_followed() {
     place.write("fits/run", b"#!/bin/sh\n");
     let (code, report) = place.json(&["rootfs", &place.text("fits"), "--entry", "/run"]);
     assert_eq!((code, report["findings"].as_array().unwrap().len()), (Some(0), 0), "{report}");
+}
+
+#[test]
+fn a_long_check_says_on_standard_error_how_far_it_is_and_the_answer_stays_whole() {
+    let place = Place::new();
+    for n in 0..600 {
+        place.write(&format!("image/{n}.txt"), b"");
+    }
+    place.write("clock.c", CLOCK.as_bytes());
+    let clock = place.text("clock.so");
+    let built = Command::new("cc").args(["-shared", "-fPIC", "-o", &clock, &place.text("clock.c")]).status();
+    assert!(built.unwrap().success());
+    let check = |clock: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vcuda-check"));
+        command.args(["rootfs", &place.text("image"), "-o", "json", "--config", &place.text("config.yaml")]);
+        let output = command.env("LD_PRELOAD", clock).output().unwrap();
+        (output.status, output.stdout, String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, answer, errors) = check("");
+    assert_eq!(errors, "");
+    let told = "vcuda-check: 256 files so far\nvcuda-check: 512 files so far\n".to_owned();
+    assert_eq!(check(&clock), (status, answer, told));
 }
