@@ -409,7 +409,12 @@ impl Kubelet {
                     readonly_rootfs: container.read_only_root,
                 }),
             }),
-            cdi_devices: options.cdi_devices.into_iter().map(|name| CdiDevice { name }).collect(),
+            cdi_devices: options
+                .cdi_devices
+                .into_iter()
+                .chain(container.cdi_devices.clone())
+                .map(|name| CdiDevice { name })
+                .collect(),
         })
     }
 

@@ -24,4 +24,5 @@ pub mod process;
 mod scripts;
 pub mod share;
 pub mod teardown;
+pub mod twin;
 pub mod vcuda;

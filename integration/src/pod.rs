@@ -36,6 +36,8 @@ pub struct Container {
     pub env: Vec<(String, String)>,
     /// Extended resources asked for, by full name.
     pub resources: BTreeMap<String, u32>,
+    /// CDI devices beside those that device plugins name, by full name, as a DRA driver has them added.
+    pub cdi_devices: Vec<String>,
     /// User ID.
     pub user: Option<i64>,
     /// Whether its root file system is read-only.
@@ -89,6 +91,7 @@ impl Container {
             command: ["sleep", "inf"].map(Into::into).into(),
             env: vec![],
             resources: BTreeMap::new(),
+            cdi_devices: vec![],
             user: None,
             read_only_root: false,
             volumes: vec![],

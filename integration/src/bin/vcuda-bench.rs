@@ -18,7 +18,7 @@ use integration::{
     host::Options,
     node::Node,
     pod::{Container, Pod},
-    share,
+    share, twin,
 };
 use serde::Serialize;
 
@@ -104,8 +104,13 @@ fn main() -> ExitCode {
 }
 
 /// What is measured in each round.
-const KINDS: [&str; 4] =
-    ["no share, without vcuda", "no share, with vcuda", "share", "share, its hook does nothing"];
+const KINDS: [&str; 5] = [
+    "no share, without vcuda",
+    "a share's mounts, without vcuda",
+    "no share, with vcuda",
+    "share",
+    "share, its hook does nothing",
+];
 
 async fn measure(arguments: &Arguments) -> Result<()> {
     ensure!(arguments.rounds > 0, "at least one round");
@@ -116,11 +121,13 @@ async fn measure(arguments: &Arguments) -> Result<()> {
     node.wait_for_offer().await?;
     let plain = Container::new("main", node.image());
     let share = plain.clone().share(20, 32);
+    let twin = Container { cdi_devices: vec![twin_of(&node, &plain, &share, &hook).await?], ..plain.clone() };
     let mut all: [Vec<Times>; KINDS.len()] = Default::default();
     // The first pod of each kind reads files that the others find in memory.
     for round in 0..=arguments.rounds {
         node.vcuda.nri_plugin()?.terminate()?;
         let without = time(&node, &plain).await?;
+        let mounted = time(&node, &twin).await?;
         node.vcuda.start_nri_plugin().await?;
         // On a node the plugin runs for weeks: its first share is not the usual one.
         time(&node, &share).await?;
@@ -130,7 +137,7 @@ async fn measure(arguments: &Arguments) -> Result<()> {
         let spawned = time(&node, &share).await?;
         hook.restore()?;
         if round > 0 {
-            for (times, new) in all.iter_mut().zip([without, with, shared, spawned]) {
+            for (times, new) in all.iter_mut().zip([without, mounted, with, shared, spawned]) {
                 times.push(new);
             }
         }
@@ -153,13 +160,23 @@ async fn measure(arguments: &Arguments) -> Result<()> {
         return Ok(());
     }
     println!("pod creation on {}, {} rounds, milliseconds, median", figures.containerd, figures.rounds);
-    print!("{:<30} {:>7} {:>7} {:>6}", "", "median", "p90", "ratio");
+    print!("{:<32} {:>7} {:>7} {:>6}", "", "median", "p90", "ratio");
     println!("{}", STEPS.map(|step| format!(" {step:>14}")).concat());
     for Line { name, total_ms, ratio, steps_ms } in &figures.pods {
-        print!("{name:<30} {:>7.1} {:>7.1} {ratio:>6.3}", total_ms.median, total_ms.p90);
+        print!("{name:<32} {:>7.1} {:>7.1} {ratio:>6.3}", total_ms.median, total_ms.p90);
         println!("{}", steps_ms.map(|step| format!(" {step:>14.1}")).concat());
     }
     Ok(())
+}
+
+/// A CDI device that gives a container what a share's has, but its guard.
+async fn twin_of(node: &Node, plain: &Container, share: &Container, hook: &Hook) -> Result<String> {
+    let plain = node.kubelet.run(&Pod::new("plain", plain.clone())).await?;
+    let share = node.kubelet.run(&Pod::new("share", share.clone())).await?;
+    let device = twin::write(node, share.id("main"), plain.id("main"), &hook.bin.join("nothing")).await?;
+    node.kubelet.delete(&plain).await?;
+    node.kubelet.delete(&share).await?;
+    Ok(device)
 }
 
 /// vcuda's hook on this node, and a program that does nothing to take its place: what is left of a share's time then is

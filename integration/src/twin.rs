@@ -1,0 +1,82 @@
+//! A container that gets from the runtime all that one with a share gets, but by a CDI file alone, and with a hook that
+//! does nothing: mounts, device nodes, variables. What the runtime takes for these is not vcuda's to save.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::{containerd, node::Node};
+
+const KIND: &str = "bench.local/twin";
+const DEVICE: &str = "share";
+
+/// Writes the CDI file, after two running containers of one image: the one with a share, and one without. Returns the
+/// device's name. The file outlives both.
+pub async fn write(node: &Node, with_share: &str, plain: &str, hook: &Path) -> Result<String> {
+    let (share, plain) = (node.cri().info(with_share).await?.spec, node.cri().info(plain).await?.spec);
+    let edits = json!({
+        "env": more(&share, &plain, "/process/env", variable),
+        "deviceNodes": more(&share, &plain, "/linux/devices", |device| text(device, "path"))
+            .into_iter()
+            .map(device_node)
+            .collect::<Vec<_>>(),
+        "mounts": more(&share, &plain, "/mounts", |mount| text(mount, "destination"))
+            .into_iter()
+            .enumerate()
+            .map(|(at, mount)| own_mount(node, at, mount))
+            .collect::<Result<Vec<_>>>()?,
+        "hooks": [{"hookName": "createContainer", "path": hook, "args": [hook], "env": ["PATH=/usr/bin"]}],
+    });
+    let spec = json!({
+        "cdiVersion": "0.6.0",
+        "kind": KIND,
+        "devices": [{"name": DEVICE, "containerEdits": edits}],
+    });
+    fs::write(containerd::cdi(node.folder()).join("twin.json"), spec.to_string())?;
+    Ok(format!("{KIND}={DEVICE}"))
+}
+
+/// What the first has in a list beyond the second, as told apart by `name`.
+fn more<'a>(share: &'a Value, plain: &Value, list: &str, name: impl Fn(&Value) -> String) -> Vec<&'a Value> {
+    fn of<'a>(spec: &'a Value, list: &str) -> impl Iterator<Item = &'a Value> {
+        spec.pointer(list).and_then(Value::as_array).into_iter().flatten()
+    }
+    let had: BTreeSet<_> = of(plain, list).map(&name).collect();
+    of(share, list).filter(|one| !had.contains(&name(one))).collect()
+}
+
+/// Most of these containers' variables name nothing that is of one container alone.
+fn variable(variable: &Value) -> String {
+    variable.as_str().and_then(|text| text.split_once('=')).map_or("", |(name, _)| name).into()
+}
+
+fn device_node(device: &Value) -> Value {
+    json!({
+        "path": device["path"],
+        "type": device["type"],
+        "major": device["major"],
+        "minor": device["minor"],
+        "permissions": "rw",
+    })
+}
+
+/// The mount, of a copy where it is of a file that goes with the share.
+fn own_mount(node: &Node, at: usize, mount: &Value) -> Result<Value> {
+    let mut source = text(mount, "source");
+    if Path::new(&source).starts_with(&node.vcuda.file().paths.state) {
+        let copy = node.folder().join(format!("twin-{at}"));
+        fs::copy(&source, &copy).with_context(|| format!("{source} cannot be copied"))?;
+        source = copy.display().to_string();
+    }
+    Ok(json!({
+        "hostPath": source,
+        "containerPath": mount["destination"],
+        "type": mount["type"],
+        "options": mount["options"],
+    }))
+}
+
+fn text(value: &Value, key: &str) -> String {
+    value[key].as_str().unwrap_or_default().into()
+}
