@@ -76,9 +76,8 @@ pub fn look(
         match scanned.unseen {
             Unseen::None => {
                 let has_cuda = scanned.survey.has_cuda();
-                let driver = if has_cuda { driver(rootfs, version) } else { None };
-                // A driver that could not be read now may be another time.
-                let lasts = driver.is_some() || !has_cuda;
+                // A driver that cannot be read now may be another time: that verdict is of today only.
+                let (driver, lasts) = if has_cuda { driver(rootfs, version) } else { (None, true) };
                 let against = Against {
                     driver: driver.as_ref(),
                     covered: &Covered::of(&host_shim(shim, Depth::Symbols)?),
@@ -127,8 +126,16 @@ fn stamp(rootfs: &Rootfs, path: &str) -> Result<Option<Stamp>, Trouble> {
     Ok(rootfs.stat(Path::new(path))?.map(|stat| Stamp::of(&stat)))
 }
 
-/// The driver that the container gets: its real libraries, where they are mounted for the shim.
-fn driver(rootfs: &Rootfs, version: &str) -> Option<Driver> {
-    let library = |path: &str| Elf::read(&rootfs.file(Path::new(path)).ok()??, Depth::Symbols).ok();
-    Some(Driver::of(version.to_owned(), library(place::REAL_CUDA)?, library(place::REAL_NVML)))
+/// The driver that the container gets: its real libraries, where they are mounted for the shim. And whether all of it that
+/// is there could be read.
+fn driver(rootfs: &Rootfs, version: &str) -> (Option<Driver>, bool) {
+    let library = |path: &str| match rootfs.file(Path::new(path)) {
+        Ok(Some(file)) => Elf::read(&file, Depth::Symbols).map(Some).map_err(|_| ()),
+        Ok(None) => Ok(None),
+        Err(_) => Err(()),
+    };
+    let (cuda, nvml) = (library(place::REAL_CUDA), library(place::REAL_NVML));
+    let whole = cuda.is_ok() && nvml.is_ok();
+    let of = |cuda| Driver::of(version.to_owned(), cuda, nvml.ok().flatten());
+    (cuda.ok().flatten().map(of), whole)
 }

@@ -200,16 +200,19 @@ fn an_image_that_fits_is_not_looked_at_again() {
 /// What could not be read is no verdict: the next look may succeed.
 #[test]
 #[ignore = "mounts need root"]
-fn a_verdict_without_the_driver_is_not_remembered() {
-    with_own_mounts("images::a_verdict_without_the_driver_is_not_remembered", || {
-        let rig = Rig::bare();
-        rig.bring("libcudart.so.13");
-        let rig = rig.overlay();
-        let broken = rig.folder.path().join("libcuda");
-        write(&broken, b"\x7fELF and no more");
-        rig.mount(&broken, place::REAL_CUDA, true);
-        assert!(rig.guard().unwrap().is_empty());
-        assert!(!rig.paths.state.join("judged").exists());
+fn a_verdict_on_a_driver_that_cannot_be_read_is_not_remembered() {
+    with_own_mounts("images::a_verdict_on_a_driver_that_cannot_be_read_is_not_remembered", || {
+        for (library, ids) in [(place::REAL_CUDA, &[][..]), (place::REAL_NVML, &["cuda-minor-newer"])] {
+            let rig = Rig::bare();
+            rig.bring("libcudart.so.12");
+            let rig = rig.overlay().with_driver();
+            let broken = rig.folder.path().join("broken");
+            write(&broken, b"\x7fELF and no more");
+            rig.mount(&broken, library, true);
+            let findings = rig.guard().unwrap();
+            assert_eq!(findings.iter().map(|finding| &*finding.id).collect::<Vec<_>>(), ids, "{library}");
+            assert!(!rig.paths.state.join("judged").exists(), "{library}");
+        }
     });
 }
 
