@@ -11,7 +11,7 @@ use std::{
     process::Command,
 };
 
-use common::{MIB, Model, can_mount, compile, limit, source};
+use common::{MIB, Model, can_mount, compile, limit, model_uuid, source};
 use region::{GpuLimit, LimitsWriter};
 
 struct Bench {
@@ -80,6 +80,9 @@ fn main() {
     node.set(&GpuLimit { core_percent: 99, core_limit_percent: 99, ..limit(0, 40960 * MIB) }).unwrap();
     row("launch of 100 ns, paced to 99 %", bench.pair(&["launch", "100"]), "");
     row("cuMemGetInfo", bench.pair(&["info"]), "adds at most 50");
+    // As it is in most containers: contexts are counted, and the figure has its time.
+    node.set_unseen(&model_uuid(0), 400 * MIB, u64::MAX).unwrap();
+    row("cuMemGetInfo, contexts counted", bench.pair(&["info"]), "adds at most 50");
     for live in [1, 1_000, 50_000, 1_000_000] {
         let what = format!("allocation and free, {live} live");
         row(&what, bench.pair(&["alloc", &live.to_string(), "1"]), "adds at most 150");

@@ -31,7 +31,7 @@ use vcuda_config::GpuUuid;
 use crate::meter::{Meter, TICK};
 use cgroup::Cgroups;
 use share::Governed;
-pub(crate) use share::monotonic_ns;
+pub(crate) use share::{monotonic_ns, nanoseconds};
 
 /// How long what is lent is lent, in nanoseconds: two ticks and a half, so that one late tick ends no lease. When the
 /// governor is killed, a borrower goes on for as long as that.

@@ -296,7 +296,11 @@ fn stamp(path: &Path) -> io::Result<Stamp> {
 
 /// CLOCK_MONOTONIC in nanoseconds, as the shim reads it.
 pub(crate) fn monotonic_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let seconds = Duration::from_secs(now.tv_sec.unsigned_abs());
-    u64::try_from(seconds.as_nanos()).unwrap_or(u64::MAX).saturating_add(now.tv_nsec.unsigned_abs())
+    nanoseconds(rustix::time::clock_gettime(rustix::time::ClockId::Monotonic))
+}
+
+/// What a clock says, in nanoseconds.
+pub(crate) fn nanoseconds(time: rustix::time::Timespec) -> u64 {
+    let seconds = Duration::from_secs(time.tv_sec.unsigned_abs());
+    u64::try_from(seconds.as_nanos()).unwrap_or(u64::MAX).saturating_add(time.tv_nsec.unsigned_abs())
 }

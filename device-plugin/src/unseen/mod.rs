@@ -3,7 +3,7 @@
 //! It goes into `limits`, where it counts against the ceiling for a while, so that nothing is refused for long for what nobody
 //! measures any more.
 //!
-//! On a thread of its own: what it reads of containers can be slow to read, if they want it so.
+//! On a thread of its own: what it reads of containers can be slow to read, if they want it so. Those are looked at less often.
 
 mod rule;
 #[cfg(test)]
@@ -28,7 +28,7 @@ use tracing::debug;
 use vcuda_config::GpuUuid;
 
 use crate::{
-    governor::{cgroup::Cgroups, monotonic_ns},
+    governor::{cgroup::Cgroups, monotonic_ns, nanoseconds},
     holders::{Held, Holders},
 };
 use rule::{Figure, beyond};
@@ -38,6 +38,10 @@ const EVERY: Duration = Duration::from_millis(500);
 
 /// How long the driver's answer is waited for. What comes later is of another time than the accounts.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Of a processor's time, one part in so many goes to a share at most. An account takes some microseconds a process to read; one
+/// whose container has set very many locks on it takes up to 50 ms.
+const PARTS: u64 = 50;
 
 /// The running thread; it ends when this is dropped.
 #[derive(Debug)]
@@ -87,6 +91,8 @@ struct Unseen {
     floors: bool,
     cgroups: Cgroups,
     figures: BTreeMap<(ShareName, GpuUuid), Known>,
+    /// CLOCK_MONOTONIC in nanoseconds until when a share is not looked at.
+    resting: BTreeMap<ShareName, u64>,
 }
 
 /// What is known of a container on one GPU.
@@ -107,17 +113,31 @@ struct Look {
 impl Unseen {
     /// Processes are looked up below `proc`.
     fn new(folder: PathBuf, floors: bool, proc: PathBuf) -> Self {
-        Self { folder, floors, cgroups: Cgroups::new(proc), figures: BTreeMap::new() }
+        Self {
+            folder,
+            floors,
+            cgroups: Cgroups::new(proc),
+            figures: BTreeMap::new(),
+            resting: BTreeMap::new(),
+        }
     }
 
     /// Reads what the shares account for that are to be looked at.
     fn begin(&mut self, now_ns: u64) -> Vec<Look> {
         let Ok(shares) = Shares::read(&self.folder) else { return Vec::new() };
-        let records = shares.records.into_iter().filter(|(_, record)| {
+        let mut records = shares.records;
+        records.retain(|_, record| {
             record.kind == ShareKind::Share && record.shim && record.state == ShareState::Running
         });
-        let looks: Vec<_> = records.filter_map(|(name, record)| self.look_at(name, record)).collect();
-        self.figures.retain(|(name, _), _| looks.iter().any(|look| look.name == *name));
+        self.figures.retain(|(name, _), _| records.contains_key(name));
+        self.resting.retain(|name, until_ns| records.contains_key(name) && *until_ns > now_ns);
+        records.retain(|name, _| !self.resting.contains_key(name));
+        let mut looks = Vec::new();
+        for (name, record) in records {
+            let begun_ns = busy_ns();
+            looks.extend(self.look_at(&name, record));
+            self.rest(name, busy_ns().saturating_sub(begun_ns), now_ns);
+        }
         for look in &looks {
             for gpu in look.gpus() {
                 let known = look.at(&gpu).map_or(0, |at| look.limits.limits().unseen_bytes(at, || now_ns));
@@ -132,9 +152,14 @@ impl Unseen {
         looks
     }
 
+    /// Leaves a share alone for a while, by what half a look at it has cost.
+    fn rest(&mut self, name: ShareName, spent_ns: u64, now_ns: u64) {
+        self.resting.insert(name, now_ns.saturating_add(spent_ns.saturating_mul(2 * PARTS)));
+    }
+
     /// None where the driver's floor tells it, or the container's files cannot be read.
-    fn look_at(&self, name: ShareName, record: ShareRecord) -> Option<Look> {
-        let folder = ShareFolder::new(&self.folder, &name);
+    fn look_at(&self, name: &ShareName, record: ShareRecord) -> Option<Look> {
+        let folder = ShareFolder::new(&self.folder, name);
         if self.floors && ledger::Floor::load(&folder, &record.container.id).is_some() {
             return None;
         }
@@ -146,7 +171,7 @@ impl Unseen {
         })();
         let (limits, usage, before) =
             opened.inspect_err(|error| debug!(%error, share = %name, "not looked at")).ok()?;
-        Some(Look { name, record, limits, usage, before })
+        Some(Look { name: name.clone(), record, limits, usage, before })
     }
 
     /// Goes on with what the driver has said: `held`.
@@ -188,6 +213,11 @@ impl Unseen {
         }
         sampled
     }
+}
+
+/// How long this thread has been on a processor, in nanoseconds: a node that is busy is no container's fault.
+fn busy_ns() -> u64 {
+    nanoseconds(rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime))
 }
 
 impl Look {

@@ -222,6 +222,21 @@ fn a_container_that_was_restarted_begins_anew() {
 }
 
 #[test]
+fn a_container_that_is_slow_to_look_at_is_looked_at_less_often_and_holds_up_nobody() {
+    let mut node = Node::new(true);
+    let (a, b) = (node.bind("a", 11), node.bind("b", 12));
+    node.looks(&[(11, 200 * MIB), (12, 300 * MIB)]);
+    // Half a look took 45 ms of a processor's time, so the whole one 90 ms: a fiftieth of 4.5 s.
+    node.unseen.rest("a_main".parse().unwrap(), 45_000_000, node.now);
+    for _ in 0..8 {
+        node.look(&[]);
+        assert_eq!((node.counted(&a), node.counted(&b)), (200 * MIB, 0));
+    }
+    node.look(&[]);
+    assert_eq!(node.counted(&a), 0);
+}
+
+#[test]
 fn a_container_that_spoils_its_account_spoils_its_own_figures_only() {
     let mut node = Node::new(true);
     let (a, b) = (node.bind("a", 11), node.bind("b", 12));
