@@ -27,6 +27,10 @@ const MAX_DEBT_NS: u64 = 300_000_000_000;
 /// GPU time that a share may catch up, if it came too late to use it in its slots; or one launch, if that is longer.
 const CREDIT_NS: u64 = SLOT_NS;
 
+/// GPU time that a used-up budget must have again before work goes on, where the budget and not the slots ends it. If
+/// launches went as soon as it has room for one, each would be measured by itself, and charged from its mark to its launch.
+const REST_NS: u64 = SLOT_NS;
+
 /// So long an open process counts as busy for others. Longer, and it has more likely forgotten to look.
 const OPEN_FRESH_NS: u64 = 1_000_000_000;
 
@@ -71,6 +75,15 @@ impl Terms {
         PERIOD_NS * (1000 - self.rate()) / 1000
     }
 
+    /// How much further back the budget must be for a process to go on that it has refused. Nothing where the slots end
+    /// before the budget does: what is not used in them is lost.
+    fn rest(&self) -> u64 {
+        if u64::from(self.slots.count()) * 10 <= self.rate() {
+            return 0;
+        }
+        self.cost(REST_NS).min(PERIOD_NS)
+    }
+
     /// How far behind the clock it can be, for work of `estimate_ns`: what has not been used longer ago is gone.
     fn behind(&self, estimate_ns: u64) -> u64 {
         (estimate_ns.clamp(CREDIT_NS, PERIOD_NS) * 1000 / self.rate()).min(PERIOD_NS)
@@ -92,23 +105,28 @@ pub struct Budget<'a> {
 
 impl Budget<'_> {
     /// Takes what work of about `estimate_ns` costs, if work may go at the moment `now_ns`: what was taken, for
-    /// [`Budget::pay`].
+    /// [`Budget::pay`]. `rests` is the process's own, false at first: that it was refused, and goes on when there is room
+    /// for more than one launch. Of several processes that rest, whoever comes first then uses that room, the others wait
+    /// for the next: fewer switches of the GPU than if each launched a little.
     ///
     /// # Errors
     /// Nanoseconds after which it may go, if nothing else happens: at least one, at most five minutes.
-    pub fn take(self, now_ns: u64, terms: &Terms, estimate_ns: u64) -> Result<u64, u64> {
+    pub fn take(self, now_ns: u64, terms: &Terms, estimate_ns: u64, rests: &mut bool) -> Result<u64, u64> {
         let cost = terms.cost(estimate_ns);
         for _ in 0..MAX_ATTEMPTS {
             let word = self.words.next_ns.load(Acquire);
             let next = word.min(now_ns.saturating_add(MAX_DEBT_NS));
-            let may_go_at = next.saturating_sub(terms.ahead());
-            if may_go_at > now_ns {
-                return Err(may_go_at - now_ns);
+            let room_at = next.saturating_sub(terms.ahead());
+            let rested_at = room_at.saturating_add(terms.rest()).min(now_ns.saturating_add(MAX_DEBT_NS));
+            if room_at > now_ns || *rests && rested_at > now_ns {
+                *rests = true;
+                return Err(rested_at - now_ns);
             }
             let taken = next.max(now_ns.saturating_sub(terms.behind(estimate_ns))).saturating_add(cost);
             fault::point();
             if self.words.next_ns.compare_exchange_weak(word, taken, AcqRel, Relaxed).is_ok() {
                 fault::point();
+                *rests = false;
                 self.change(&self.words.done_ns, |done| {
                     sane(done, now_ns).max(now_ns).saturating_add(estimate_ns)
                 });
@@ -294,7 +312,7 @@ mod tests {
         for period in 0..20 {
             let begun = start + period * PERIOD_NS;
             let mut now = begun;
-            while budget.take(now, &terms, MS / 2).is_ok() {
+            while budget.take(now, &terms, MS / 2, &mut false).is_ok() {
                 now += MS / 2;
                 assert!(now < begun + PERIOD_NS);
             }
@@ -305,6 +323,30 @@ mod tests {
             all += used;
         }
         assert!((600 * MS..=601 * MS + MS / 2).contains(&all), "{all}");
+    }
+
+    #[test]
+    fn a_process_that_was_refused_goes_on_when_there_is_a_millisecond_to_give() {
+        let (_folder, usage) = usage();
+        let (budget, all) = (usage.budget(0).unwrap(), terms(250));
+        let own = Terms { slots: Slots::first(25), ..all };
+        let now = 50 * PERIOD_NS;
+        while budget.take(now, &all, MS, &mut false).is_ok() {}
+        // The burst, the credit, and the one that uses them up.
+        let (room, rested) = (MS, 5 * MS);
+        let (mut mine, mut slotted) = (false, false);
+        assert_eq!((budget.take(now, &all, MS, &mut mine), mine), (Err(rested), true));
+        assert_eq!(budget.take(now, &own, MS, &mut slotted), Err(room), "it has its slots and no more");
+        assert_eq!(budget.take(now + room, &all, MS, &mut mine), Err(rested - room));
+        assert_eq!(
+            budget.take(now + room, &own, MS / 100, &mut slotted),
+            Ok(MS / 25),
+            "others need not wait for it"
+        );
+        let rested = rested + MS / 25;
+        assert_eq!(budget.take(now + rested - 1, &all, MS, &mut mine), Err(1));
+        assert_eq!((budget.take(now + rested, &all, MS / 100, &mut mine), mine), (Ok(MS / 25), false));
+        assert!(budget.take(now + rested, &all, MS / 100, &mut mine).is_ok(), "the rest at once");
     }
 
     #[test]
@@ -326,12 +368,12 @@ mod tests {
         let now = 50 * PERIOD_NS;
         let next = || usage.file().gpus[0].next_ns.load(Relaxed);
         // A launch may use what has been left unused for as long as it takes.
-        let mut taken = budget.take(now, &terms, 5 * MS).unwrap();
+        let mut taken = budget.take(now, &terms, 5 * MS, &mut false).unwrap();
         assert_eq!((taken, next()), (10 * MS, now));
         budget.pay(&terms, 2 * MS, &mut taken);
         budget.give(taken);
         assert_eq!(next(), now - 6 * MS);
-        let mut taken = budget.take(now, &terms, MS).unwrap();
+        let mut taken = budget.take(now, &terms, MS, &mut false).unwrap();
         budget.pay(&terms, 7 * MS, &mut taken);
         assert_eq!((taken, next()), (0, now + 12 * MS));
     }
@@ -376,7 +418,7 @@ mod tests {
             for (idle, kernel, estimate_percent) in steps {
                 now += idle;
                 loop {
-                    match budget.take(now, &terms, kernel * estimate_percent / 100) {
+                    match budget.take(now, &terms, kernel * estimate_percent / 100, &mut false) {
                         Ok(mut taken) => {
                             done.push((now, now + kernel));
                             longest = longest.max(kernel);
@@ -419,7 +461,7 @@ mod tests {
             usage.file().slots[9].open_since_ns[0].store(open, Relaxed);
             let budget = usage.budget(0).unwrap();
             let terms = Terms { slots: Slots::NONE, rate_permille: rate, charge_permille: charge };
-            if let Err(wait) = budget.take(now, &terms, estimate) {
+            if let Err(wait) = budget.take(now, &terms, estimate, &mut false) {
                 prop_assert!(wait > 0 && wait <= MAX_DEBT_NS);
             }
             let counted = budget.count(now, start, end);
@@ -444,7 +486,9 @@ mod tests {
         let went: usize = std::thread::scope(|scope| {
             let launchers: Vec<_> = (0..8)
                 .map(|_| {
-                    scope.spawn(|| (0..1000).filter(|_| budget.take(now, &terms, MS / 10).is_ok()).count())
+                    scope.spawn(|| {
+                        (0..1000).filter(|_| budget.take(now, &terms, MS / 10, &mut false).is_ok()).count()
+                    })
                 })
                 .collect();
             launchers.into_iter().map(|launcher| launcher.join().unwrap()).sum()

@@ -135,7 +135,7 @@ fn pace_until(usage: &Usage, point: i64) {
     for batch in 0..PACED {
         let now = PACED_FROM_NS + batch * 2 * BATCH_NS;
         usage.set_open(me, GPU, now);
-        let mut taken = budget.take(now, &HALF, BATCH_NS / 2).unwrap();
+        let mut taken = budget.take(now, &HALF, BATCH_NS / 2, &mut false).unwrap();
         let counted = budget.count(now + BATCH_NS, now, now + BATCH_NS);
         budget.pay(&HALF, counted, &mut taken);
         budget.give(taken);
@@ -343,7 +343,7 @@ fn a_kill_at_any_step_of_pacing_loses_at_most_a_batch() {
         assert_eq!(share.usage.reap_open(me, GPU, now, 0), None, "counted once");
         assert!(open.is_some() || completed, "killed at point {point}");
         // Nobody is held up for longer than what is owed.
-        let wait = share.usage.budget(GPU).unwrap().take(now, &HALF, BATCH_NS).err().unwrap_or(0);
+        let wait = share.usage.budget(GPU).unwrap().take(now, &HALF, BATCH_NS, &mut false).err().unwrap_or(0);
         assert!(wait <= PACED * 2 * BATCH_NS);
     }
     assert!(completed, "all points were passed");

@@ -96,6 +96,8 @@ pub(crate) struct Batch {
     pub end: Mark,
     /// When it began; 0 while that is not known.
     begun_ns: u64,
+    /// When its first launch was let go.
+    first_ns: u64,
     /// When its last launch was made.
     last_ns: u64,
     launches: u32,
@@ -169,6 +171,8 @@ pub(crate) struct Gate {
     last_number: u64,
     /// When a batch last ended.
     moved_ns: u64,
+    /// The budget has refused a launch, and none has gone since.
+    rests: bool,
     /// When the dead were last looked for.
     pub reaped_ns: u64,
 }
@@ -184,6 +188,7 @@ impl Gate {
             length: 0,
             last_number: 0,
             moved_ns: 0,
+            rests: false,
             reaped_ns: 0,
         }
     }
@@ -296,14 +301,16 @@ impl Gate {
         if batch.is_none() && stuck_ns < PATIENCE_NS {
             return Answer::Wait(BATCH_NS / 5);
         }
-        let taken = match around.budget.take(now, terms, expected) {
+        let taken = match around.budget.take(now, terms, expected, &mut self.rests) {
             Ok(taken) => taken,
             Err(_) if self.active > 0 && stuck_ns >= LONG_PATIENCE_NS => 0,
             Err(wait) => {
                 if !polled {
                     self.poll(around);
                 }
-                return Answer::Wait(wait);
+                // Until it has looked at its own work, the container's other processes take that for busy.
+                let done = if self.active > 0 { self.queued_ns().max(BATCH_NS) } else { u64::MAX };
+                return Answer::Wait(wait.min(done));
             }
         };
         let Some(at) = batch else { return Answer::GoUnmeasured };
@@ -323,6 +330,7 @@ impl Gate {
             after: after.and_then(|at| u8::try_from(at + 1).ok()).unwrap_or(0),
             lane: launch.lane,
             number: self.last_number,
+            first_ns: now,
             last_ns: now,
             events_of: batch.events_of,
             start: Mark { event: batch.start.event, put_ns: 0 },
@@ -451,12 +459,14 @@ impl Gate {
             self.ended(at, end);
             self.moved_ns = now;
         }
-        // What has begun and not ended is busy until now.
+        // What has begun and not ended is busy until now, and since other work of the container is: what is counted ends
+        // where it is counted from next.
+        let since = self.busy_since(&around.others).unwrap_or(now);
         let running = self.under_way_mut().map(|(_, batch)| batch).filter(|batch| batch.begun_ns != 0);
         if let Some(batch) = running.min_by_key(|batch| batch.begun_ns) {
             // An open batch may have ended: nothing tells.
             if matches!(batch.stage, Stage::Closed | Stage::Closing) {
-                let counted = around.budget.count(now, batch.begun_ns, now);
+                let counted = around.budget.count(now, since, now);
                 batch.counted_ns += counted;
                 around.budget.pay(around.terms, counted, &mut batch.taken);
             }
@@ -468,19 +478,27 @@ impl Gate {
 
     /// Since when work has been under way, as far as known; 0 if none is.
     pub fn open_since(&self) -> u64 {
-        let since = |batch: &Batch| if batch.begun_ns == 0 { batch.last_ns } else { batch.begun_ns };
+        let since = |batch: &Batch| if batch.begun_ns == 0 { batch.first_ns } else { batch.begun_ns };
         self.under_way().map(|(_, batch)| since(batch)).min().unwrap_or(0)
     }
 
     /// A context is about to be destroyed: its work ends here.
-    pub fn forget(&mut self, context: u64, now_ns: u64, terms: &Terms, budget: Budget<'_>) {
+    pub fn forget(
+        &mut self,
+        context: u64,
+        now_ns: u64,
+        terms: &Terms,
+        budget: Budget<'_>,
+        others: impl Fn() -> Option<u64>,
+    ) {
+        let since = self.busy_since(&others).unwrap_or(now_ns);
         for at in 0..BATCHES {
             let batch = &mut self.batches[at];
             if batch.stage == Stage::Free || batch.lane.context != context {
                 continue;
             }
             if batch.begun_ns != 0 {
-                let counted = budget.count(now_ns, batch.begun_ns, now_ns);
+                let counted = budget.count(now_ns, since, now_ns);
                 budget.pay(terms, counted, &mut batch.taken);
             }
             self.ended(at, now_ns);
@@ -496,7 +514,8 @@ impl Gate {
         self.under_way().map(|(_, batch)| rest(batch)).sum()
     }
 
-    fn busy_since(&self, others: &impl Fn() -> Option<u64>) -> Option<u64> {
+    /// Since when work of the container has been under way, as far as known.
+    pub fn busy_since(&self, others: &impl Fn() -> Option<u64>) -> Option<u64> {
         let begun = self.under_way().map(|(_, batch)| batch.begun_ns).filter(|begun| *begun != 0);
         begun.chain(others()).min()
     }

@@ -248,11 +248,12 @@ fn ask(share: &Share, me: Process, gpu: usize, launch: &Launch, terms: &Terms, n
         gate.reaped_ns = now;
         left = left.into_iter().chain(usage.reap_open(me, gpu, now, REAP_EVERY_NS)).min();
     }
+    let others = || usage.open_elsewhere(me, gpu, now);
     if let Some(since) = left {
+        let since = gate.busy_since(&others).map_or(since, |busy| busy.min(since));
         let counted = budget.count(now, since.max(now.saturating_sub(1_000_000_000)), now);
         budget.pay(terms, counted, &mut 0);
     }
-    let others = || usage.open_elsewhere(me, gpu, now);
     let answer = gate.ask(launch, &mut Around { now_ns: now, terms, budget, marks: clocks, others });
     if !matches!(answer, Answer::Go { .. } | Answer::Close(_)) {
         budget.wants(now);
@@ -376,7 +377,7 @@ pub(crate) fn forget_context(context: Context) {
         };
         let mut paced = share.state().pacing.gates[gpu].lock();
         let Paced { gate, clocks, .. } = &mut *paced;
-        gate.forget(context, now, &terms, budget);
+        gate.forget(context, now, &terms, budget, || usage.open_elsewhere(me, gpu, now));
         gate.batches().for_each(|batch| events::disown(batch, context));
         clocks.forget(context);
         publish(share, me, gpu, gate);

@@ -175,7 +175,16 @@ struct Thread {
     ready: u64,
     launched: usize,
     asked: Option<u64>,
+    /// What goes to the driver next: its batch has been marked.
+    going: Option<Going>,
     syncing: bool,
+}
+
+struct Going {
+    batch: usize,
+    launch: Launch,
+    taken: u64,
+    known: bool,
 }
 
 struct Container {
@@ -204,8 +213,9 @@ fn claim_slots(usage: &Path, processes: usize) {
     File::options().write(true).open(usage).unwrap().write_all_at(&bits.to_ne_bytes(), 16).unwrap();
 }
 
-/// What a launch costs the host, and how late a sleeper wakes at most.
+/// What a launch and a mark cost the host, and how late a sleeper wakes at most.
 const LAUNCH_NS: u64 = 3 * US;
+const MARK_NS: u64 = US;
 const LATE_NS: u64 = 60 * US;
 
 impl World {
@@ -241,6 +251,7 @@ impl World {
                 ready: self.gpu.now + number as u64 * US,
                 launched: 0,
                 asked: None,
+                going: None,
                 syncing: false,
             });
         }
@@ -329,6 +340,20 @@ impl World {
         }
         let stream = thread.launched % thread.load.streams;
         let kernel = thread.load.kernels[thread.launched % thread.load.kernels.len()];
+        if let Some(Going { batch, launch, taken, known }) = thread.going.take() {
+            self.gpu.processes[thread.process].streams[stream].push_back(Item::Kernel(kernel));
+            thread.ready = now + LAUNCH_NS;
+            if thread.gate.launched(batch, &launch, (taken, known), true, now, budget) {
+                let event = self.gpu.mark(thread.process, stream);
+                thread.gate.closed(batch, Mark { event, put_ns: now }, true, now);
+                thread.ready += MARK_NS;
+            }
+            thread.launched += 1;
+            thread.asked = None;
+            thread.syncing = thread.load.syncs;
+            container.usage.set_open(thread.slot, 0, thread.gate.open_since());
+            return;
+        }
         let asked_ns = *thread.asked.get_or_insert(now);
         let lane = Lane { context: 1, stream: stream as u64, thread: 0 };
         let launch = Launch { lane, function: 8 + 8 * kernel, asked_ns };
@@ -341,16 +366,9 @@ impl World {
                 if starts {
                     let event = self.gpu.mark(thread.process, stream);
                     thread.gate.batch(batch).start = Mark { event, put_ns: now };
+                    thread.ready = now + MARK_NS;
                 }
-                self.gpu.processes[thread.process].streams[stream].push_back(Item::Kernel(kernel));
-                if thread.gate.launched(batch, &launch, (taken, known), true, now, budget) {
-                    let event = self.gpu.mark(thread.process, stream);
-                    thread.gate.closed(batch, Mark { event, put_ns: now }, true, now);
-                }
-                thread.launched += 1;
-                thread.asked = None;
-                thread.syncing = thread.load.syncs;
-                thread.ready = now + LAUNCH_NS;
+                thread.going = Some(Going { batch, launch, taken, known });
             }
             Answer::GoUnmeasured => panic!("all marks are to be had"),
             Answer::Close(batch) => {
@@ -364,10 +382,16 @@ impl World {
                     let event = self.gpu.mark(thread.process, stream);
                     thread.gate.closed(open, Mark { event, put_ns: now }, true, now);
                 }
-                thread.ready = now + wait.min(10 * MS) + if wait > 100 * US { 5 * US } else { late / 2 };
+                thread.ready = now + wait.min(10 * MS) + late / if wait > 100 * US { 12 } else { 2 };
             }
         }
         container.usage.set_open(thread.slot, 0, thread.gate.open_since());
+    }
+
+    /// GPU time of each process of a container.
+    pub fn of_processes(&self, container: usize) -> Vec<u64> {
+        let processes = self.gpu.processes.iter().filter(|process| process.container == container);
+        processes.map(|process| process.used.iter().sum()).collect()
     }
 
     /// Of each container: percent of the GPU in each whole second but the first.
