@@ -64,6 +64,8 @@ impl Marks for Clocks {
             // The context is broken: nothing in it goes on.
             _ => return Some(now_ns),
         }
+        // This thread may have been off the processor since it was asked, and the mark been passed meanwhile.
+        let now_ns = super::now_ns().max(now_ns);
         let (put, now) = (mark.put_ns.cast_signed(), now_ns.cast_signed());
         let known = self.clocks.iter().position(|clock| clock.event != 0 && clock.context == context);
         let Some(at) = known else {

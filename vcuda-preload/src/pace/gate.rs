@@ -54,8 +54,8 @@ pub(crate) struct Mark {
 
 /// What becomes of marks.
 pub(crate) trait Marks {
-    /// CLOCK_MONOTONIC in nanoseconds at which work in the stream passed the mark; none if it has not at the moment
-    /// `now_ns`.
+    /// CLOCK_MONOTONIC in nanoseconds at which work in the stream passed the mark; none if it had not at the moment
+    /// `now_ns`, or not when it was looked at, which may be later.
     fn passed(&mut self, context: u64, mark: &mut Mark, now_ns: u64) -> Option<u64>;
 }
 
@@ -428,14 +428,14 @@ impl Gate {
             for (_, batch) in self.under_way_mut() {
                 if batch.after == 0 && batch.begun_ns == 0 && batch.start.put_ns != 0 {
                     let began = around.marks.passed(batch.lane.context, &mut batch.start, now);
-                    batch.begun_ns = began.map_or(0, |at| at.clamp(1, now));
+                    batch.begun_ns = began.map_or(0, |at| at.max(1));
                 }
             }
             let ended = self.under_way_mut().find_map(|(at, batch)| {
                 let endable = batch.stage == Stage::Closed && batch.after == 0;
                 let end =
                     if endable { around.marks.passed(batch.lane.context, &mut batch.end, now) } else { None };
-                Some((at, end?.min(now)))
+                Some((at, end?))
             });
             let Some((at, end)) = ended else { break };
             if self.batches[at].begun_ns == 0 {
@@ -445,7 +445,7 @@ impl Gate {
                 batch.begun_ns = began.unwrap_or(end).clamp(1, end.max(1));
             }
             let since = self.busy_since(&around.others).unwrap_or(end);
-            let counted = around.budget.count(now, since, end);
+            let counted = around.budget.count(now.max(end), since, end);
             let batch = &mut self.batches[at];
             batch.counted_ns += counted;
             around.budget.pay(around.terms, counted, &mut batch.taken);
