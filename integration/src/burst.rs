@@ -20,10 +20,14 @@ use crate::{
     cluster::{Cluster, SCHEDULER_NAME},
     driver::Wanted,
     host::Options,
+    interrupt,
 };
 
 /// Until all pods run. HAMi#1367: 40 took a quarter of an hour.
 const PATIENCE: Duration = Duration::from_secs(600);
+
+/// How long it waits for a change until it looks whether it is to end.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What the shares' GPUs hold together: 20 shares of 5 core each.
 const PER_GPU: usize = 20;
@@ -182,9 +186,10 @@ impl Watch {
         let mut seen: BTreeMap<String, (bool, bool)> = BTreeMap::new();
         let mut all_scheduled = None;
         loop {
-            let left = PATIENCE.saturating_sub(begun.elapsed());
-            let line = match self.lines.recv_timeout(left) {
+            interrupt::check()?;
+            let line = match self.lines.recv_timeout(LOOK) {
                 Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) if begun.elapsed() < PATIENCE => continue,
                 Err(RecvTimeoutError::Timeout) => {
                     let run = seen.values().filter(|(_, runs)| *runs).count();
                     bail!("{run} of {count} pods run after {PATIENCE:?}");
@@ -245,8 +250,7 @@ struct Figures {
 ///
 /// The cluster does not come up, or pods do not run.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let runtime = tokio::runtime::Runtime::new().context("tokio")?;
-    let figures = runtime.block_on(measure(arguments))?;
+    let figures = interrupt::run(measure(arguments))?;
     if arguments.json {
         println!("{}", serde_json::to_string_pretty(&figures)?);
         return Ok(());

@@ -13,6 +13,7 @@ pub mod devices;
 pub mod driver;
 pub mod host;
 pub mod image;
+pub mod interrupt;
 pub mod kubelet;
 pub mod node;
 mod plugins;

@@ -4,14 +4,18 @@
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
 use std::{
+    fs,
     io::{Read, Write},
     net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
-    process::Output,
-    time::Duration,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
 
 use integration::{host::Options, node::Node, probe};
 use ledger::Shares;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use vcuda_config::annotation;
 
@@ -298,4 +302,66 @@ async fn a_work_conserving_node_divides_idle_time_by_share_low_work_comes_last_a
         node.kubelet.delete(running).await.unwrap();
     }
     node.assert_empty().await;
+}
+
+/// Processes in the cgroups of a bench's containers.
+fn in_containers_of(bench: u32) -> usize {
+    let mine = format!("/vcudabench{bench}x");
+    let processes = fs::read_dir("/proc").unwrap().flatten();
+    let groups = processes.filter_map(|entry| fs::read_to_string(entry.path().join("cgroup")).ok());
+    groups.filter(|groups| groups.contains(&mine)).count()
+}
+
+/// Their cgroups, and the processes whose command line names something in `folder`.
+fn left_of(bench: u32, folder: &Path) -> (Vec<PathBuf>, Vec<Pid>) {
+    let mine = format!("vcudabench{bench}x");
+    let roots =
+        ["/sys/fs/cgroup", "/sys/fs/cgroup/pids"].into_iter().filter_map(|root| fs::read_dir(root).ok());
+    let groups =
+        roots.flatten().flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(&mine));
+    let names_it = |pid: &Pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(folder.to_str().unwrap())
+    };
+    let all = fs::read_dir("/proc").unwrap().flatten();
+    let all = all.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?));
+    (groups.map(|entry| entry.path()).collect(), all.filter(names_it).collect())
+}
+
+/// Containers are in process groups of their own, so no terminal's interrupt reaches them.
+#[test]
+#[ignore = "needs root: run integration/test"]
+fn a_bench_that_is_interrupted_leaves_nothing_and_one_that_is_killed_no_container() {
+    for signal in [Signal::INT, Signal::TERM, Signal::KILL] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_vcuda-bench"));
+        command.args(["share", "--work", "attack: 64 processes", "--governor", "without"]);
+        // Not a pipe: whoever is left behind would hold it open.
+        let words = tempfile::NamedTempFile::new().unwrap();
+        command.env("TMPDIR", folder.path()).stdout(Stdio::null()).stderr(words.reopen().unwrap());
+        let mut bench = command.spawn().unwrap();
+        let id = bench.id();
+        eventually("64 processes run", || in_containers_of(id) > 64);
+        kill_process(Pid::from_raw(id.try_into().unwrap()).unwrap(), signal).unwrap();
+        let status = bench.wait().unwrap();
+        if signal == Signal::KILL {
+            eventually("none runs", || in_containers_of(id) == 0);
+            let (groups, processes) = left_of(id, folder.path());
+            groups.iter().for_each(|group| fs::remove_dir(group).unwrap());
+            processes.iter().for_each(|process| kill_process(*process, Signal::KILL).unwrap());
+            continue;
+        }
+        let said = fs::read_to_string(words.path()).unwrap();
+        assert_eq!((status.code(), said.contains("interrupted")), (Some(1), true), "{said}");
+        assert_eq!((in_containers_of(id), left_of(id, folder.path())), (0, (vec![], vec![])));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
+
+fn eventually(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + SETTLED;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not within {SETTLED:?}: {what}");
+        thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -47,6 +47,9 @@ pub struct Spin {
     /// Ends after so many launches.
     #[arg(long, hide = true)]
     launches: Option<u64>,
+    /// Ends with the process of this ID, which started it.
+    #[arg(long, hide = true)]
+    parent: Option<u32>,
 }
 
 /// How kernels are launched.
@@ -88,6 +91,9 @@ struct Count {
 impl Spin {
     /// Does it, until the time is over.
     pub fn run(&self) -> Result<(), Box<dyn Error>> {
+        if let Some(parent) = self.parent {
+            end_with(parent)?;
+        }
         if self.processes > 1 {
             return self.several();
         }
@@ -166,6 +172,7 @@ impl Spin {
         command
             .arg(self.pattern.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned()));
         command.args(["--streams", &self.streams.to_string(), "--blocks", &self.blocks.to_string()]);
+        command.args(["--parent", &std::process::id().to_string()]);
         if self.ignore_errors {
             command.arg("--ignore-errors");
         }
@@ -191,6 +198,16 @@ impl Spin {
         }
         Ok(())
     }
+}
+
+/// Has this process killed when its parent ends, however that comes about.
+fn end_with(parent: u32) -> Result<(), Box<dyn Error>> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    // It may have ended before that.
+    if std::os::unix::process::parent_id() != parent {
+        return Err("the process that started this one is gone".into());
+    }
+    Ok(())
 }
 
 fn tell(seconds: f64, count: &Count) {

@@ -11,11 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::{Parser, Subcommand};
 use integration::{
     burst, cache,
     host::Options,
+    interrupt,
     node::Node,
     pod::{Container, Pod},
     share, twin,
@@ -89,10 +90,8 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let outcome = match &arguments.other {
         Some(Other::Pods(arguments)) => burst::run(arguments),
-        Some(Other::Share(arguments)) => share::run(arguments),
-        None => tokio::runtime::Runtime::new()
-            .context("tokio")
-            .and_then(|runtime| runtime.block_on(measure(&arguments))),
+        Some(Other::Share(arguments)) => interrupt::run(async { share::run(arguments) }),
+        None => interrupt::run(measure(&arguments)),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -9,13 +9,14 @@ use std::{
     process::ExitCode,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use integration::{
     cache::Line,
     cri::ContainerInfo,
     driver::Wanted,
     host::Options,
+    interrupt,
     node::Node,
     pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY, Report},
@@ -141,16 +142,7 @@ impl Ask {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let outcome = tokio::runtime::Runtime::new().context("tokio").and_then(|runtime| {
-        runtime.block_on(async {
-            // The node is taken down when it is dropped, so an interrupt must end this function, not the process.
-            tokio::select! {
-                outcome = show(&arguments) => outcome,
-                _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted; everything was removed")),
-            }
-        })
-    });
-    match outcome {
+    match interrupt::run(show(&arguments)) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {

@@ -23,6 +23,7 @@ use super::Work;
 use crate::{
     cache,
     driver::{Driver, Wanted},
+    interrupt,
 };
 
 /// Until all containers launch, before the first window.
@@ -145,13 +146,13 @@ impl Bench {
             running.push(self.start(work, name, share.as_ref())?);
         }
         self.wait_until_all_launch(&mut running)?;
-        thread::sleep(settles(all.len(), governed));
+        interrupt::sleep(settles(all.len(), governed))?;
         let mut got = vec![vec![]; running.len()];
         let first = Instant::now();
         let mut before = self.busy(&running)?;
         for window in 1..=windows {
             let end = first + Duration::from_secs(1) * u32::try_from(window)?;
-            thread::sleep(end.saturating_duration_since(Instant::now()));
+            interrupt::sleep(end.saturating_duration_since(Instant::now()))?;
             let after = self.busy(&running)?;
             let passed = after.0.saturating_sub(before.0).max(1) as f64;
             for (at, windows) in got.iter_mut().enumerate() {
@@ -179,7 +180,7 @@ impl Bench {
     fn start(&self, work: &Work, name: &str, share: Option<&ShareFolder>) -> Result<Container> {
         let cgroup = cgroup(name)?;
         let child = self.command(work, &cgroup, share).and_then(|mut command| Ok(command.spawn()?));
-        match child.context("unshare") {
+        match child.context("setpriv") {
             Ok(child) => Ok(Container { child, cgroup }),
             Err(error) => {
                 let _ = fs::remove_dir(&cgroup);
@@ -197,7 +198,7 @@ impl Bench {
                 }
             }
             ensure!(begin.elapsed() < START, "a container launches nothing");
-            thread::sleep(Duration::from_millis(20));
+            interrupt::sleep(Duration::from_millis(20))?;
         }
         Ok(())
     }
@@ -216,9 +217,9 @@ impl Bench {
         let _governor = governor::start(shares, false, Arc::clone(&self.meter))?;
         let mut running = vec![self.start(work, &borrower, Some(&borrowers))?];
         self.wait_until_all_launch(&mut running)?;
-        thread::sleep(WARM_UP);
+        interrupt::sleep(WARM_UP)?;
         let (from, to) = (self.busy(&running)?, {
-            thread::sleep(Duration::from_millis(500));
+            interrupt::sleep(Duration::from_millis(500))?;
             self.busy(&running)?
         });
         let lent = (to.1[0] - from.1[0]) * 100 / (to.0 - from.0).max(1);
@@ -227,6 +228,7 @@ impl Bench {
         let (begin, mut looks) = (Instant::now(), vec![]);
         let mut first = None;
         loop {
+            interrupt::check()?;
             let (at, busy) = self.busy(&running)?;
             if busy[1] > 0 {
                 looks.push((at, busy[0]));
@@ -310,9 +312,10 @@ impl Bench {
             put(&nvml, &format!("{SYSTEM}/libnvidia-ml.so.1"));
         }
         script.push_str(&format!("exec env LD_LIBRARY_PATH={SYSTEM} {preload} \"$@\""));
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "sh", "-c", &script, "sh"]).arg(&self.probe).arg("spin");
-        command.args(["--seconds", "3600"]).args(work.arguments);
+        // Should the bench be killed, nobody else ends it: it is in a process group of its own.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "unshare", "--mount", "sh", "-c", &script, "sh"]);
+        command.arg(&self.probe).args(["spin", "--seconds", "3600"]).args(work.arguments);
         command.env("VCUDA_SIM_SOCKET", self.driver.root().join("run/nvidia-persistenced/socket"));
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null());
         Ok(command)
