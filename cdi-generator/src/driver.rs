@@ -200,6 +200,11 @@ impl Driver {
     /// Finds the driver below `root`, an absolute path on the host. Reads a few headers of each library, so it
     /// can be asked often.
     pub fn discover(root: &Path) -> Result<Self, DriverError> {
+        Self::look_for(root).map(|(driver, _)| driver)
+    }
+
+    /// The driver, and every path at which libcuda was looked for, links not followed.
+    fn look_for(root: &Path) -> Result<(Self, Vec<PathBuf>), DriverError> {
         let rootfs = Rootfs::open(root).map_err(|error| {
             let reason = match error {
                 RootfsError::Root { reason, .. } => reason.to_string(),
@@ -210,9 +215,10 @@ impl Driver {
         let failed = |reason| DriverError::Failed { root: root.into(), reason };
         let search = Search { root, rootfs };
         let mut tried = Vec::new();
-        for candidate in search.candidates().map_err(failed)? {
+        let places = search.places().map_err(failed)?;
+        for candidate in search.candidates(&places).map_err(failed)? {
             match search.core(&candidate).map_err(failed)? {
-                Ok(core) => return search.rest(core).map_err(failed),
+                Ok(core) => return Ok((search.rest(core).map_err(failed)?, places)),
                 Err(reason) => tried.push(reason),
             }
         }
@@ -248,9 +254,8 @@ struct Core {
 }
 
 impl Search<'_> {
-    /// The files that may be libcuda: what the root's own loader finds, then what is in the well-known folders.
-    /// Each once, no symlinks.
-    fn candidates(&self) -> Result<Vec<PathBuf>, RootfsError> {
+    /// Where libcuda may be: where the root's own loader finds it, then the well-known folders.
+    fn places(&self) -> Result<Vec<PathBuf>, RootfsError> {
         let mut places = Vec::new();
         if let Some(bytes) = self.rootfs.read(Path::new("/etc/ld.so.cache"), cache::MAX_BYTES)? {
             // One that cannot be read is the loader's trouble; the folders are looked through all the same.
@@ -264,9 +269,14 @@ impl Search<'_> {
             let versioned = names.iter().filter(|name| version_of(name, CUDA).is_some());
             places.extend(versioned.map(|name| folder.join(name)));
         }
+        Ok(places)
+    }
+
+    /// The files at these places, each once, no symlinks.
+    fn candidates(&self, places: &[PathBuf]) -> Result<Vec<PathBuf>, RootfsError> {
         let mut candidates = Vec::new();
         for place in places {
-            if let Some(file) = self.rootfs.resolve(&place)?
+            if let Some(file) = self.rootfs.resolve(place)?
                 && !candidates.contains(&file)
             {
                 candidates.push(file);

@@ -9,8 +9,8 @@ use std::{
 use oci_hooks::rootfs::{Rootfs, RootfsError};
 
 use super::{
-    Driver, DriverError, FIRMWARE_FOLDERS, OPENCL_VENDOR, PROGRAM_FOLDERS, PROGRAMS_BEHIND_LINKS, SOCKETS,
-    library_folders,
+    Driver, DriverError, FIRMWARE_FOLDERS, OPENCL_VENDOR, PROGRAM_FOLDERS, PROGRAMS, PROGRAMS_BEHIND_LINKS,
+    SOCKETS, library_folders,
 };
 
 /// A file system's clock ticks coarsely: a second change within its tick would not show. So nothing is kept that has
@@ -54,13 +54,12 @@ impl Finder {
             return Ok(driver.clone());
         }
         self.last = None;
-        let before = look(&self.root, &places(None));
+        let (before, looked_for) = Driver::look_for(&self.root)?;
+        let seen = look(&self.root, &places(&before, looked_for));
+        // Of what was seen after one look and before another that found the same, nothing had changed.
         let driver = Driver::discover(&self.root)?;
-        let after = look(&self.root, &places(Some(&driver)));
-        if let (Ok(before), Ok(after)) = (before, after) {
-            // What is looked at first is the beginning of what is looked at last; it must not have changed in between.
-            let kept = after.starts_with(&before) && are_settled(&after, now);
-            self.last = kept.then(|| (driver.clone(), after));
+        if driver == before {
+            self.last = seen.ok().filter(|seen| are_settled(seen, now)).map(|seen| (driver.clone(), seen));
         }
         Ok(driver)
     }
@@ -72,21 +71,19 @@ impl Finder {
     }
 }
 
-/// Where a driver is looked for, and what it consists of.
-fn places(driver: Option<&Driver>) -> Vec<Seen> {
+/// Where a driver is looked for, libcuda at `looked_for`, and what it consists of.
+fn places(driver: &Driver, looked_for: Vec<PathBuf>) -> Vec<Seen> {
     let parent = |path: &str| Path::new(path).parent().map(Path::to_owned);
-    let mut places: Vec<PathBuf> = library_folders().collect();
+    let mut places: Vec<PathBuf> = library_folders().chain(looked_for).collect();
+    places.extend([PathBuf::from(LOADER_CACHE), driver.library_dir.clone()]);
     places.extend(PROGRAM_FOLDERS.map(PathBuf::from));
-    places.extend([PROGRAMS_BEHIND_LINKS, LOADER_CACHE].map(PathBuf::from));
-    places.extend(FIRMWARE_FOLDERS.map(PathBuf::from));
+    places.extend(PROGRAMS.map(|program| Path::new(PROGRAMS_BEHIND_LINKS).join(program)));
+    places.extend(FIRMWARE_FOLDERS.map(|folder| Path::new(folder).join(&driver.version)));
     places.extend(SOCKETS.into_iter().chain([OPENCL_VENDOR]).filter_map(parent));
-    if let Some(driver) = driver {
-        places.extend(FIRMWARE_FOLDERS.map(|folder| Path::new(folder).join(&driver.version)));
-        let libraries = [&driver.cuda, &driver.nvml].into_iter().chain(&driver.libraries);
-        places.extend(libraries.chain(&driver.past_cuda).map(super::Library::path));
-        let files = driver.files.iter().chain(&driver.sockets).chain(&driver.opencl_vendor);
-        places.extend(files.map(|file| file.path.clone()));
-    }
+    let libraries = [&driver.cuda, &driver.nvml].into_iter().chain(&driver.libraries);
+    places.extend(libraries.chain(&driver.past_cuda).map(super::Library::path));
+    let files = driver.files.iter().chain(&driver.sockets).chain(&driver.opencl_vendor);
+    places.extend(files.map(|file| file.path.clone()));
     places.into_iter().map(|path| Seen { path, what: None }).collect()
 }
 
@@ -181,6 +178,33 @@ mod tests {
         );
         root.write(&cuda, b"no library either");
         assert!(finder.find_at(later()).is_err());
+    }
+
+    #[test]
+    fn another_driver_by_a_link_far_away_is_found() {
+        let root = Root::whole("/opt/nvidia/550");
+        let old = "535.261.03";
+        for library in ["libcuda", "libnvidia-ml"] {
+            let from = root.at(&format!("/opt/nvidia/550/{library}.so.{VERSION}"));
+            root.write(&format!("/opt/nvidia/535/{library}.so.{old}"), &fs::read(from).unwrap());
+        }
+        symlink(format!("libcuda.so.{old}"), root.at("/opt/nvidia/535/libcuda.so.1")).unwrap();
+        // As Debian's alternatives: the loader's folder has a link to a link.
+        root.write("/etc/alternatives/readme", b"");
+        let chosen = root.at("/etc/alternatives/nvidia");
+        symlink("../../opt/nvidia/550", &chosen).unwrap();
+        fs::create_dir_all(root.at(FOLDER)).unwrap();
+        symlink("/etc/alternatives/nvidia/libcuda.so.1", root.at(&format!("{FOLDER}/libcuda.so.1"))).unwrap();
+        let mut finder = found(&root);
+        fs::remove_file(&chosen).unwrap();
+        symlink("../../opt/nvidia/535", &chosen).unwrap();
+        assert_eq!(finder.find_at(later()).unwrap().version, old);
+        // Its folder is none of the usual ones.
+        assert!(finder.last().is_some());
+        let gpucomp = format!("libnvidia-gpucomp.so.{VERSION}");
+        let from = root.at(&format!("/opt/nvidia/550/{gpucomp}"));
+        fs::copy(from, root.at(&format!("/opt/nvidia/535/libnvidia-gpucomp.so.{old}"))).unwrap();
+        assert_eq!(finder.find_at(later()).unwrap(), root.discover().unwrap());
     }
 
     #[test]
