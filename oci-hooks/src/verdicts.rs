@@ -159,17 +159,18 @@ pub fn remember(state: &Path, looked: Looked<'_>, findings: &[Finding], started:
         pod,
         first_seen: before.as_ref().map_or(now, |seen| seen.first_seen),
         last_seen: now,
-        starts: before.map_or(0, |seen| seen.starts).saturating_add(1),
+        starts: before.as_ref().map_or(0, |seen| seen.starts).saturating_add(1),
         image,
         layers,
         program,
     };
-    put_over(&path, serde_json::to_vec(&seen)?)
+    let bytes = serde_json::to_vec(&seen)?;
+    if before.is_some() { put_over(&path, bytes) } else { put(&path, &bytes) }
 }
 
-/// Puts a file there; where there is one, by writing over it, in one piece: a new file each time, and the old one's end,
-/// are a good part of what a known image costs at a container's start. Two that write at once leave the text of one, and
-/// a longer one's end behind it, see [`read`].
+/// Writes over the file that is there, in one piece: a new file each time, and the old one's end, are a good part of what a
+/// known image costs at a container's start. Two that write at once leave the text of one, and a longer one's end behind
+/// it, see [`read`].
 fn put_over(path: &Path, mut bytes: Vec<u8>) -> io::Result<()> {
     // Mostly of one length then, so that nothing of an older text is left.
     bytes.resize((bytes.len() + 1).next_multiple_of(PIECE) - 1, b' ');
@@ -211,9 +212,13 @@ pub fn list(state: &Path) -> io::Result<Vec<Seen>> {
     Ok(seen)
 }
 
-/// What is behind the first value does not count.
+/// What is behind the first value does not count. One that is just being written over can be half of each text; not twice.
 fn read(path: &Path) -> Option<Seen> {
-    serde_json::Deserializer::from_slice(&host_read(path, MAX_BYTES).ok()?).into_iter().next()?.ok()
+    let look = || {
+        let bytes = host_read(path, MAX_BYTES).ok()?;
+        serde_json::Deserializer::from_slice(&bytes).into_iter().next()?.ok()
+    };
+    look().or_else(look)
 }
 
 /// An image's name may hold anything; its file's name does not. Two with one hash share a file in turn.
