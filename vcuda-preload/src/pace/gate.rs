@@ -96,7 +96,7 @@ pub(crate) struct Batch {
     pub end: Mark,
     /// When it began; 0 while that is not known.
     begun_ns: u64,
-    /// When its first launch was let go.
+    /// When its first launch had been made; 0 before. Until then a driver that loads the function has the GPU do nothing.
     first_ns: u64,
     /// When its last launch was made.
     last_ns: u64,
@@ -171,7 +171,7 @@ pub(crate) struct Gate {
     last_number: u64,
     /// When a batch last ended.
     moved_ns: u64,
-    /// The budget has refused a launch, and none has gone since.
+    /// The budget has refused a launch, and has let none go since.
     rests: bool,
     /// When the dead were last looked for.
     pub reaped_ns: u64,
@@ -330,7 +330,6 @@ impl Gate {
             after: after.and_then(|at| u8::try_from(at + 1).ok()).unwrap_or(0),
             lane: launch.lane,
             number: self.last_number,
-            first_ns: now,
             last_ns: now,
             events_of: batch.events_of,
             start: Mark { event: batch.start.event, put_ns: 0 },
@@ -367,6 +366,9 @@ impl Gate {
                 batch.stage = Stage::Open;
             }
             return false;
+        }
+        if batch.launches == 0 {
+            batch.first_ns = now_ns;
         }
         batch.launches += 1;
         batch.taken = batch.taken.saturating_add(taken);
@@ -479,7 +481,7 @@ impl Gate {
     /// Since when work has been under way, as far as known; 0 if none is.
     pub fn open_since(&self) -> u64 {
         let since = |batch: &Batch| if batch.begun_ns == 0 { batch.first_ns } else { batch.begun_ns };
-        self.under_way().map(|(_, batch)| since(batch)).min().unwrap_or(0)
+        self.under_way().map(|(_, batch)| since(batch)).filter(|since| *since != 0).min().unwrap_or(0)
     }
 
     /// A context is about to be destroyed: its work ends here.
@@ -569,6 +571,10 @@ impl Gate {
         let (ns, wall) = (one(batch.counted_ns.min(took)), one(took));
         let function = &mut self.functions[place(batch.function)];
         if function.key != batch.function {
+            // Beside other work most of it may have been counted elsewhere. Until a mean of several tells, it is not thought
+            // to be shorter than what is not known, or else as many launches would go as the mean pays for, and from each
+            // process that is new.
+            let ns = if beside { ns.max(wall.min(UNKNOWN_NS)) } else { ns };
             *function = Function { key: batch.function, ns, wall_ns: wall };
             return;
         }
@@ -593,4 +599,32 @@ fn most_queued(wall_ns: u64) -> u64 {
 
 fn place(key: u64) -> usize {
     usize::try_from((key >> 3).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 55).unwrap_or(0) % FUNCTIONS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One launch of function 8 that took 3 ms from mark to mark, of which `counted_ns` were counted by this process.
+    fn learnt(counted_ns: u64, beside: bool, gate: &mut Gate) -> u64 {
+        let batch =
+            Batch { function: 8, function_launches: 1, begun_ns: 1_000_000, counted_ns, ..Batch::default() };
+        gate.learn(&batch, 4_000_000, beside, false);
+        gate.function(8).unwrap().ns
+    }
+
+    #[test]
+    fn what_others_may_have_counted_is_no_first_measure() {
+        let mut gate = Gate::new();
+        assert_eq!(learnt(0, true, &mut gate), UNKNOWN_NS, "as long as before it was measured");
+        // And no more than a little of what comes next, which may be the sum of several.
+        let next = learnt(160_000, true, &mut gate);
+        assert_eq!(next, UNKNOWN_NS - UNKNOWN_NS / 16 + 10_000);
+        assert_eq!(
+            learnt(2_500_000, true, &mut Gate::new()),
+            2_500_000,
+            "at least what it has measured itself"
+        );
+        assert_eq!(learnt(7_000, false, &mut Gate::new()), 7_000, "alone it is all its own");
+    }
 }

@@ -117,7 +117,7 @@ fn shares_together_get_what_they_asked_for() {
 
 #[test]
 fn processes_of_a_container_get_its_share_and_no_more() {
-    for (processes, short) in [(2, 1.0), (8, 6.0), (64, 4.0)] {
+    for (processes, short) in [(2, 1.0), (8, 8.0), (64, 4.0)] {
         let load = Load { processes, ..Load::of(&[100 * US]) };
         let load = Case { what: "processes", load, short };
         assert_kept(&[30], &load);
