@@ -3,7 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
-use std::{env, fs, path::Path, process::Command, time::Duration};
+use std::{env, fs, path::PathBuf, process::Command, time::Duration};
 
 use anyhow::{Context, Result};
 use integration::{
@@ -28,16 +28,25 @@ const INSTALL: &str = "/usr/local/vcuda";
 const TOOLS: [&str; 4] = ["/bin/cp", "/bin/mv", "/bin/rm", "/usr/sbin/chroot"];
 
 /// A volume that is propagated both ways needs a root that is a shared mount, as systemd makes it. So the test runs
-/// itself again, in a mount namespace in which it is one and in which all that it mounts ends with it.
+/// itself again, in a mount namespace in which it is one, shared with nobody else: all that is mounted ends with it.
 fn again_in_own_mounts(test: &str) {
-    let status = Command::new("unshare")
-        .args(["--mount", "--propagation", "shared"])
+    let output = Command::new("unshare")
+        .args([
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            "mount --make-rshared / && exec \"$@\"",
+            "sh",
+        ])
         .arg(env::current_exe().unwrap())
         .args(["--exact", test, "--ignored", "--nocapture"])
         .env(INSIDE, "1")
-        .status()
+        .output()
         .unwrap();
-    assert!(status.success(), "{test}: {status}");
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 /// The image that an operator builds for the manifests: a shell, four tools, and what `integration/build.sh` makes.
@@ -58,10 +67,13 @@ fn image(cluster: &Cluster) -> Result<Image> {
     Ok(image)
 }
 
-/// The pod that a DaemonSet's controller would make of the manifest, changed only in what differs on this machine.
-fn daemon_pod(cluster: &Cluster, name: &str) -> Result<Value> {
+/// The pod that a DaemonSet's controller would make of the manifest for `version`, changed only in what differs on this
+/// machine.
+fn daemon_pod(cluster: &Cluster, name: &str, version: &str) -> Result<Value> {
     let set = cluster.kubectl(&["get", "daemonset", "-n", "kube-system", "vcuda", "-o", "json"], None)?;
-    let set = set.replace(INSTALL, &install(cluster));
+    let of_manifest = format!("{INSTALL}/{}", env!("CARGO_PKG_VERSION"));
+    let set = set.replace(&of_manifest, &install(cluster, version).display().to_string());
+    let set = set.replace(INSTALL, &install(cluster, "").display().to_string());
     let set: Value = serde_json::from_str(&set)?;
     let mut pod = set["spec"]["template"].clone();
     pod["apiVersion"] = "v1".into();
@@ -90,13 +102,17 @@ fn daemon_pod(cluster: &Cluster, name: &str) -> Result<Value> {
     Ok(pod)
 }
 
-fn install(cluster: &Cluster) -> String {
-    cluster.folder().join("usr-local-vcuda").display().to_string()
+/// Folder of an installed version.
+fn install(cluster: &Cluster, version: &str) -> PathBuf {
+    cluster.folder().join("usr-local-vcuda").join(version)
 }
 
-/// Creates the DaemonSet's pod, and waits until its containers are ready and shares are on offer.
-async fn serve(cluster: &mut Cluster, name: &str) -> Result<()> {
-    let pod = daemon_pod(cluster, name)?;
+/// Creates the DaemonSet's pod for a version, with the node file that goes with it, and waits until its containers are
+/// ready and shares are on offer.
+async fn serve(cluster: &mut Cluster, name: &str, version: &str) -> Result<()> {
+    let folder = install(cluster, version);
+    cluster.vcuda.change(|file| file.paths.install = folder)?;
+    let pod = daemon_pod(cluster, name, version)?;
     cluster.kubectl(&["apply", "-f", "-"], Some(&pod))?;
     let ready = |cluster: &Cluster| {
         let of = "jsonpath={.status.conditions[?(@.type=='Ready')].status}";
@@ -136,8 +152,6 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
         Cluster::binaries().context("KUBE_BIN_DIR must name the folder with kubelet and its peers");
     let options = Options::from_env().unwrap();
     let mut cluster = Cluster::start(&binaries.unwrap(), &options).await.unwrap();
-    let version = Path::new(&install(&cluster)).join(env!("CARGO_PKG_VERSION"));
-    cluster.vcuda.change(|file| file.paths.install.clone_from(&version)).unwrap();
     cluster.import(&image(&cluster).unwrap()).unwrap();
     cluster.import(&probe::image("bookworm").unwrap()).unwrap();
     cluster.apply_manifest("daemonset.yaml").unwrap();
@@ -145,10 +159,11 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
     let node = cluster.node().unwrap()["metadata"]["name"].as_str().unwrap().to_owned();
     cluster.kubectl(&["label", "node", &node, "tencent.com/vcuda=true"], None).unwrap();
 
-    serve(&mut cluster, "vcuda-1").await.unwrap();
-    assert!(version.join("bin/vcuda-hook").exists(), "what the init container installed");
+    serve(&mut cluster, "vcuda-1", env!("CARGO_PKG_VERSION")).await.unwrap();
     let before = runs(&mut cluster, "before").await;
     enforced(&cluster, &before).await;
+    let hold = format!("{} --alloc 1024 --hold >/tmp/held 2>&1 & echo $!", probe::PATH);
+    let held = cluster.cri().exec(&before, &["sh", "-c", &hold]).await.unwrap().stdout;
     // Written with the account of the manifest, whose token only the device plugin's container has.
     let told = |cluster: &Cluster| {
         let node = cluster.node().unwrap_or_default();
@@ -160,12 +175,18 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
     // As the controller does it: the old pod goes, then the new one comes.
     cluster.kubectl(&["delete", "pod", "-n", "kube-system", "vcuda-1", "--timeout=60s"], None).unwrap();
     enforced(&cluster, &before).await;
-    serve(&mut cluster, "vcuda-2").await.unwrap();
+    serve(&mut cluster, "vcuda-2", "next").await.unwrap();
+    let spec = fs::read_to_string(cluster.vcuda.file().paths.cdi.join("tencent.com-vcuda.json")).unwrap();
+    let hook = install(&cluster, "next").join("bin/vcuda-hook");
+    assert!(hook.exists() && spec.contains(hook.to_str().unwrap()), "{spec}");
     let after = runs(&mut cluster, "after").await;
     enforced(&cluster, &after).await;
     let (phase, id) = cluster.pod_state("before").unwrap();
     assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
     enforced(&cluster, &before).await;
+    let alive =
+        cluster.cri().exec(&before, &["sh", "-c", &format!("kill -0 {}", held.trim())]).await.unwrap();
+    assert_eq!(alive.code, 0, "what ran through the update: {alive:?}");
     for pod in ["before", "after"] {
         cluster.delete_pod(pod).unwrap();
     }
