@@ -134,6 +134,39 @@ fn an_allocation_while_the_driver_is_asked_counts_once() {
     assert_eq!(node.counted(&a), 200 * MIB);
 }
 
+/// A block is there nearly whenever the driver is asked, and never before and after.
+#[test]
+fn what_is_taken_and_given_back_while_the_driver_is_asked_is_never_counted() {
+    let mut node = Node::new(true);
+    let a = node.bind("a", 11);
+    node.looks(&[(11, 200 * MIB)]);
+    let taken_and_given = || {
+        a.usage.take(a.me, 0, 300 * MIB, GIB).unwrap();
+        a.usage.give(a.me, 0, 300 * MIB);
+    };
+    for _ in 0..3 * LOOKS {
+        node.look_while(&[(11, 500 * MIB)], taken_and_given);
+        assert_eq!(node.counted(&a), 200 * MIB);
+    }
+    // What ends is gone with the next look all the same.
+    node.look_while(&[(11, 50 * MIB)], taken_and_given);
+    assert_eq!(node.counted(&a), 50 * MIB);
+}
+
+/// The driver keeps the pages that small blocks have left half free, and fills them again.
+#[test]
+fn small_blocks_that_are_used_again_lower_the_figure_with_the_next_look() {
+    let mut node = Node::new(true);
+    let a = node.bind("a", 11);
+    a.usage.take(a.me, 0, 80 * MIB, GIB).unwrap();
+    node.looks(&[(11, 800 * MIB)]);
+    assert_eq!(node.counted(&a), 720 * MIB);
+    a.usage.take(a.me, 0, 200 * MIB, GIB).unwrap();
+    let taken = || a.usage.take(a.me, 0, 20 * MIB, GIB).unwrap();
+    node.look_while(&[(11, 800 * MIB)], taken);
+    assert_eq!(node.counted(&a), 520 * MIB);
+}
+
 #[test]
 fn memory_that_several_processes_of_a_container_have_counts_once() {
     let mut node = Node::new(true);

@@ -62,6 +62,9 @@ pub struct GpuUsage {
     /// Bytes that several living processes of the container hold, once for each of them but the first: so much may a sum over its
     /// processes be above what they hold together.
     pub shared_bytes: u64,
+    /// The same at two moments if nothing was taken, given back or imported in between. What ends with its process, and an
+    /// import that is let go, does not show here.
+    pub changes: u64,
     /// Allocations that the ceiling has refused since the file was made.
     pub refusals: u64,
     /// CLOCK_MONOTONIC up to which the share's time is used up, in nanoseconds.
@@ -125,6 +128,7 @@ impl UsageReader {
         for (gpu, (figures, total)) in snapshot.gpus.iter_mut().zip(&mut totals).enumerate() {
             let at = std::mem::offset_of!(UsageFile, gpus) + gpu * size_of::<GpuTotal>();
             *total = Total::unpack(pair(&head, at));
+            figures.changes = total.sequence;
             figures.refusals = word(&head, at + std::mem::offset_of!(GpuTotal, refusals));
             figures.next_ns = word(&head, at + std::mem::offset_of!(GpuTotal, next_ns));
             figures.frontier_ns = word(&head, at + std::mem::offset_of!(GpuTotal, frontier_ns));
@@ -172,8 +176,7 @@ impl UsageReader {
             std::mem::offset_of!(Slot, pid_namespace),
             std::mem::offset_of!(Slot, program),
         ] {
-            // FNV-1a, a word at a time.
-            snapshot.generation = (snapshot.generation ^ word(&text, at)).wrapping_mul(0x0100_0000_01b3);
+            snapshot.generation = mixed(snapshot.generation, word(&text, at));
         }
 
         if !locks {
@@ -212,13 +215,13 @@ impl UsageReader {
             living[slot / 64] |= 1 << (slot % 64);
         }
         for entry in text.chunks_exact(size_of::<Export>()) {
-            let Some((slot, gpu, held, left)) = owner(word(entry, std::mem::offset_of!(Export, word))) else {
-                continue;
-            };
+            let of = word(entry, std::mem::offset_of!(Export, word));
+            let Some((slot, gpu, held, left)) = owner(of) else { continue };
             let bits = |at: usize| word(entry, std::mem::offset_of!(Export, importers) + at * 8);
             let importers: u32 =
                 living.iter().enumerate().map(|(at, living)| (bits(at) & living).count_ones()).sum();
             let (held, figures) = (bytes(held), &mut snapshot.gpus[gpu]);
+            figures.changes = mixed(figures.changes, of);
             let holders = importers + u32::from(alive[slot] && !left);
             let again = held.saturating_mul(holders.saturating_sub(1).into());
             figures.shared_bytes = figures.shared_bytes.saturating_add(again);
@@ -237,6 +240,11 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
+}
+
+/// FNV-1a, a word at a time.
+fn mixed(hash: u64, word: u64) -> u64 {
+    (hash ^ word).wrapping_mul(0x0100_0000_01b3)
 }
 
 fn pair(bytes: &[u8], at: usize) -> u128 {
@@ -267,7 +275,10 @@ mod tests {
 
         let snapshot = UsageReader::open(&path).unwrap().snapshot().unwrap();
         // A process's own locks never show to itself, those of its open files do; tests/processes.rs looks from another one.
-        assert_eq!(snapshot.gpus[1], GpuUsage { used_bytes: 3 << 20, refusals: 1, ..Default::default() });
+        assert_eq!(
+            snapshot.gpus[1],
+            GpuUsage { used_bytes: 3 << 20, refusals: 1, changes: 1, ..Default::default() }
+        );
         assert_eq!(snapshot.processes, []);
         assert_eq!(snapshot.launches, 5);
         let counters = UsageReader::open(&path).unwrap().counters().unwrap();
@@ -295,6 +306,32 @@ mod tests {
         assert_eq!(held(), (3 << 20, 2 << 20));
         usage.unexport(me, exported);
         assert_eq!(held(), (3 << 20, 0), "its maker is done with it");
+    }
+
+    #[test]
+    fn what_was_taken_and_given_back_between_two_looks_shows() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("usage");
+        Usage::create(&path).unwrap();
+        let usage = Usage::open(&path).unwrap();
+        let me = usage.claim().unwrap();
+        usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
+        let exported = usage.export(me, 1, 2 << 20).unwrap();
+        usage.set_key(exported, crate::Key::Handle(7));
+        let look = || UsageReader::open(&path).unwrap().snapshot().unwrap().gpus[1];
+        let before = look();
+        assert_eq!(look(), before);
+        usage.take(me, 0, 1 << 20, 4 << 20).unwrap();
+        assert_eq!(look(), before, "of another GPU");
+        usage.take(me, 1, 1 << 20, 4 << 20).unwrap();
+        usage.give(me, 1, 1 << 20);
+        let taken = look();
+        assert_eq!(taken.used_bytes, before.used_bytes);
+        assert_ne!(taken.changes, before.changes);
+        let imported = usage.import(me, crate::Key::Handle(7)).unwrap();
+        usage.unimport(me, imported);
+        assert_eq!(look().shared_bytes, before.shared_bytes);
+        assert_ne!(look().changes, taken.changes, "another process had it too");
     }
 
     #[test]
