@@ -1,5 +1,6 @@
 //! From a process to its container: by the cgroup that the kernel says it is in, version 1 or 2, by whatever driver
-//! the runtime names them. A process cannot choose the name of a cgroup outside its container.
+//! the runtime names them. A process cannot choose the name of a cgroup outside its container, so who asks must know that
+//! container, whether or not it wants to hear of it: the outermost that is known is taken.
 
 use std::{
     collections::HashMap,

@@ -236,16 +236,20 @@ fn a_container_that_spoils_its_usage_loses_its_figures_and_harms_nobody() {
 fn what_the_driver_sees_is_counted_for_the_container_of_the_process() {
     let mut node = Node::new(false);
     let (a, b) = (node.bind("a", 30, Terms::default()), node.bind("b", 70, Terms::default()));
-    for (pid, path) in
-        [(11, "0::/k8s.io/id-a"), (12, "0::/kubepods/pod1/cri-containerd-x.scope/id-b/deep"), (13, "0::/")]
-    {
+    for (pid, path) in [
+        (11, "0::/k8s.io/id-a"),
+        (12, "0::/kubepods/pod1/cri-containerd-x.scope/id-b/deep"),
+        (13, "0::/"),
+        // In a cgroup that a container has made and named after another.
+        (14, "0::/k8s.io/id-a/id-b"),
+    ] {
         let proc = node.folder.path().join("proc").join(pid.to_string());
         fs::create_dir_all(&proc).unwrap();
         fs::write(proc.join("cgroup"), path).unwrap();
     }
     node.tick(&[&a, &b]);
     for _ in 0..30 {
-        for (pid, percent) in [(11, 30), (12, 55), (13, 15), (99, 10)] {
+        for (pid, percent) in [(11, 20), (12, 55), (13, 15), (14, 10), (99, 10)] {
             node.meter.add(Use { gpu: gpu(), pid, used_ns: TICK_NS / 100 * percent });
         }
         node.tick(&[&a, &b]);

@@ -91,6 +91,9 @@ struct Unseen {
     floors: bool,
     cgroups: Cgroups,
     figures: BTreeMap<(ShareName, GpuUuid), Known>,
+    /// Whose the node's containers are, by ID: all of them, also of shares that are not looked at, so that none can pass its
+    /// processes off as another's by the names of cgroups that it makes.
+    containers: HashMap<String, ShareName>,
     /// CLOCK_MONOTONIC in nanoseconds until when a share is not looked at.
     resting: BTreeMap<ShareName, u64>,
 }
@@ -118,6 +121,7 @@ impl Unseen {
             floors,
             cgroups: Cgroups::new(proc),
             figures: BTreeMap::new(),
+            containers: HashMap::new(),
             resting: BTreeMap::new(),
         }
     }
@@ -126,6 +130,8 @@ impl Unseen {
     fn begin(&mut self, now_ns: u64) -> Vec<Look> {
         let Ok(shares) = Shares::read(&self.folder) else { return Vec::new() };
         let mut records = shares.records;
+        self.containers =
+            records.iter().map(|(name, record)| (record.container.id.clone(), name.clone())).collect();
         records.retain(|_, record| {
             record.kind == ShareKind::Share && record.shim && record.state == ShareState::Running
         });
@@ -176,7 +182,7 @@ impl Unseen {
 
     /// Goes on with what the driver has said: `held`.
     fn end(&mut self, looks: Vec<Look>, held: &Held, now_ns: u64) {
-        let sampled = self.sampled(&looks, held);
+        let sampled = self.sampled(held);
         for look in looks {
             let Ok(after) = look.usage.snapshot() else { continue };
             for gpu in look.gpus().filter(|gpu| held.contains_key(gpu)) {
@@ -197,17 +203,15 @@ impl Unseen {
     }
 
     /// What the driver says that the processes of each share hold of each GPU, added up.
-    fn sampled(&mut self, looks: &[Look], held: &Held) -> HashMap<(ShareName, GpuUuid), u64> {
-        let by_container: HashMap<&str, &ShareName> =
-            looks.iter().map(|look| (look.record.container.id.as_str(), &look.name)).collect();
+    fn sampled(&mut self, held: &Held) -> HashMap<(ShareName, GpuUuid), u64> {
         self.cgroups.tick();
         let mut sampled = HashMap::new();
         for (gpu, pid, bytes) in
             held.iter().flat_map(|(gpu, of_gpu)| of_gpu.iter().map(move |(pid, bytes)| (gpu, pid, bytes)))
         {
-            let container = self.cgroups.container(*pid, |id| by_container.contains_key(id));
-            if let Some(name) = container.and_then(|id| by_container.get(id)) {
-                let sum: &mut u64 = sampled.entry(((*name).clone(), gpu.clone())).or_default();
+            let container = self.cgroups.container(*pid, |id| self.containers.contains_key(id));
+            if let Some(name) = container.and_then(|id| self.containers.get(id)) {
+                let sum: &mut u64 = sampled.entry((name.clone(), gpu.clone())).or_default();
                 *sum = sum.saturating_add(*bytes);
             }
         }

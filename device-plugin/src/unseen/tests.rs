@@ -239,6 +239,28 @@ fn a_share_with_the_drivers_floor_is_left_to_it_where_floors_are_seen_to() {
     }
 }
 
+/// By a cgroup that it makes and names after the other. What is looked at of a share is its own, whoever else is not.
+#[test]
+fn no_container_passes_its_processes_off_as_anothers() {
+    let mut node = Node::new(true);
+    let (a, b) = (node.bind("a", 11), node.bind("b", 12));
+    fs::write(node.folder.path().join("proc/11/cgroup"), "0::/kubepods/pod1/id-a/id-b").unwrap();
+    let held = [(11, 300 * MIB), (12, 200 * MIB)];
+    node.looks(&held);
+    assert_eq!((node.counted(&a), node.counted(&b)), (300 * MIB, 200 * MIB));
+    for _ in 0..LOOKS {
+        node.unseen.rest("a_main".parse().unwrap(), 10_000_000, node.now);
+        node.look(&held);
+    }
+    assert_eq!(node.counted(&b), 200 * MIB, "the other rests");
+    Floor::new("id-a".into(), "/x".into(), [(gpu(), GIB)].into()).store(&node.share("a")).unwrap();
+    node.looks(&held);
+    assert_eq!(node.counted(&b), 200 * MIB, "the other has the driver's floor");
+    node.ledger.mark_stopped("id-a").unwrap();
+    node.looks(&held);
+    assert_eq!(node.counted(&b), 200 * MIB, "the other is on its way out");
+}
+
 #[test]
 fn a_container_that_was_restarted_begins_anew() {
     let mut node = Node::new(true);
