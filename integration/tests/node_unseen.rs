@@ -10,7 +10,7 @@ use integration::{
     host::Options,
     kubelet::RunningPod,
     node::Node,
-    probe::{self, OUT_OF_MEMORY, Report},
+    probe::{self, Memory, OUT_OF_MEMORY, Report},
 };
 use serde_json::Value;
 
@@ -53,28 +53,43 @@ async fn end(node: &Node, pod: &RunningPod, processes: &[String]) {
 #[ignore = "needs root and containerd: run integration/test"]
 async fn contexts_are_on_a_shares_account_as_long_as_their_processes_live() {
     let node = node().await;
-    let pod = node.kubelet.run(&node.pod_with_share("contexts", 20, 4)).await.unwrap();
+    let pod = node.kubelet.run(&node.pod_with_share("contexts", 20, 8)).await.unwrap();
     let mut processes = Vec::new();
     for _ in 0..2 {
         processes.push(node.hold(pod.id("main"), 32).await.unwrap());
     }
     counted(&node, 2 * CONTEXT).await;
     assert_eq!(status(&node)["heldBy"], "shim");
-    let free = 1024 * MIB - 2 * CONTEXT - 64 * MIB;
-    let report = ask(&node, &pod, &[192, 128]).await;
-    let before = report.memory.unwrap();
-    assert_eq!((before.free_bytes, before.total_bytes), (free, 1024 * MIB), "{report:?}");
-    assert_eq!(report.allocs[0].result, OUT_OF_MEMORY, "more than is left beside the contexts: {report:?}");
-    assert_eq!(report.allocs[1].result, 0, "{report:?}");
-    assert_eq!(report.memory_after.unwrap().free_bytes, free - 128 * MIB);
-    let nvml = &report.nvml[0];
-    assert_eq!((nvml.used_bytes + nvml.free_bytes, nvml.total_bytes), (1024 * MIB, 1024 * MIB));
+    let total = 2048 * MIB;
+    let free = total - 2 * CONTEXT - 64 * MIB;
+    let more_than_free = free / MIB + 1;
+    let rest = async || {
+        let report = ask(&node, &pod, &[more_than_free, 128]).await;
+        let nvml = &report.nvml[0];
+        assert_eq!((nvml.used_bytes + nvml.free_bytes, nvml.total_bytes), (total, total));
+        let results = [report.allocs[0].result, report.allocs[1].result];
+        // Where the probe took its time, its own context counts by then.
+        let is = |memory: Option<Memory>, free| {
+            [free, free - CONTEXT]
+                .map(|free_bytes| Some(Memory { free_bytes, total_bytes: total }))
+                .contains(&memory)
+        };
+        let shown = is(report.memory, free) && is(report.memory_after, free - 128 * MIB);
+        (results == [OUT_OF_MEMORY, 0] && shown, report)
+    };
+    // A look that falls on what the probe does may make the figure less for a moment.
+    if node.wait_until("the rest", SOON, async || rest().await.0).await.is_err() {
+        panic!("not what is left beside the contexts, {free}: {:?}", rest().await.1);
+    }
 
     end(&node, &pod, &processes[..1]).await;
     counted(&node, CONTEXT).await;
     end(&node, &pod, &processes[1..]).await;
     counted(&node, 0).await;
-    assert_eq!(ask(&node, &pod, &[1024]).await.allocs[0].result, 0, "all is back");
+    let all = total / MIB;
+    node.wait_until("all is back", SOON, async || ask(&node, &pod, &[all]).await.allocs[0].result == 0)
+        .await
+        .unwrap();
     node.kubelet.delete(&pod).await.unwrap();
     node.assert_empty().await;
 }
@@ -86,9 +101,19 @@ async fn what_nobody_measures_any_more_is_refused_for_a_while_only() {
     let pod = node.kubelet.run(&node.pod_with_share("alone", 20, 4)).await.unwrap();
     let process = node.hold(pod.id("main"), 32).await.unwrap();
     counted(&node, CONTEXT).await;
-    node.vcuda.device_plugin().unwrap().kill();
-    let free = ask(&node, &pod, &[]).await.memory.unwrap().free_bytes;
-    assert_eq!(free, 1024 * MIB - CONTEXT - 32 * MIB, "nobody notices a restart");
+    let free = 1024 * MIB - CONTEXT - 32 * MIB;
+    let mut seen = Vec::new();
+    loop {
+        node.vcuda.device_plugin().unwrap().kill();
+        seen.push(ask(&node, &pod, &[]).await.memory.unwrap().free_bytes);
+        if seen.ends_with(&[free]) {
+            break;
+        }
+        // Where the machine is busy, twenty seconds may have gone by until the probe has asked.
+        assert!(seen.len() < 5, "nobody notices a restart, so {free} bytes are free, not {seen:?}");
+        node.vcuda.start_device_plugin().unwrap();
+        counted(&node, CONTEXT).await;
+    }
     end(&node, &pod, &[process]).await;
     node.wait_until("all is back", SOON, async || ask(&node, &pod, &[1024]).await.allocs[0].result == 0)
         .await
