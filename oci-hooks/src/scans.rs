@@ -217,7 +217,7 @@ impl Scans {
             return Ok(Scanned { survey, unseen: Unseen::None, layers });
         }
         let (survey, unseen) = check::survey(rootfs, limits, progress)?;
-        if let (Unseen::None, Some(layers)) = (&unseen, &layers) {
+        if let (Unseen::None, true, Some(layers)) = (&unseen, survey.is_whole(), &layers) {
             // A full disk costs the next look its time, no more.
             let _ = self.keep(layers, &survey);
         }

@@ -152,6 +152,11 @@ impl Survey {
         self.unreadable.push((path.to_owned(), reason));
     }
 
+    /// Whether every file could be read. One that could not may be another time.
+    pub fn is_whole(&self) -> bool {
+        self.unreadable.count == 0
+    }
+
     /// Whether the image has anything to do with CUDA.
     pub fn has_cuda(&self) -> bool {
         self.runtimes.count + self.libcudas.count + self.linked.count > 0

@@ -76,7 +76,7 @@ pub fn look(
         match scanned.unseen {
             Unseen::None => {
                 let has_cuda = scanned.survey.has_cuda();
-                // A driver that cannot be read now may be another time: that verdict is of today only.
+                // A driver or a file that cannot be read now may be another time: that verdict is of today only.
                 let (driver, lasts) = if has_cuda { driver(rootfs, version) } else { (None, true) };
                 let against = Against {
                     driver: driver.as_ref(),
@@ -88,7 +88,7 @@ pub fn look(
                 let mut found = scanned.survey.judge(against);
                 found.retain(|finding| finding.severity > Severity::Info);
                 findings.extend_from_slice(&found);
-                if let Some(grounds) = grounds.filter(|_| lasts) {
+                if let Some(grounds) = grounds.filter(|_| lasts && scanned.survey.is_whole()) {
                     // A full disk costs the next look its time, no more.
                     let _ = scans.note_judgement(grounds, found);
                 }

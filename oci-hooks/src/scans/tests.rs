@@ -2,7 +2,10 @@
 
 use std::process::Command;
 
-use rustix::mount::{MountFlags, mount};
+use rustix::{
+    fs::{XattrFlags, removexattr, setxattr},
+    mount::{MountFlags, mount},
+};
 
 use super::*;
 use crate::compat::elf_maker::Maker;
@@ -98,6 +101,19 @@ fn a_container_that_changed_its_root_is_looked_at_anew() {
 }
 
 /// Emptied and made anew, a folder has no file and no whiteout in the upper layer, only a mark.
+#[test]
+#[ignore = "mounts need root"]
+fn an_image_of_which_a_file_could_not_be_read_is_looked_at_anew() {
+    Rig::with(|rig| {
+        // The overlay opens no file whose contents it would have to look for elsewhere.
+        let (file, name) = (rig.at("2/opt/libcudart.so.12"), "trusted.overlay.metacopy");
+        setxattr(&file, name, b"", XattrFlags::empty()).unwrap();
+        assert!(!rig.survey().is_whole() && !rig.is_known());
+        removexattr(&file, name).unwrap();
+        assert!(rig.survey().is_whole() && rig.is_known());
+    });
+}
+
 #[test]
 #[ignore = "mounts need root"]
 fn an_opaque_folder_in_a_containers_own_layer_is_seen() {
