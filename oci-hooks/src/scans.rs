@@ -163,6 +163,11 @@ impl Stamp {
             changed: nanoseconds(stat.st_ctime, i64::try_from(stat.st_ctime_nsec).unwrap_or(0)),
         }
     }
+
+    /// Whether its last change was before this time since 1970, by a clock that was right then.
+    pub fn changed_before(&self, time: Duration) -> bool {
+        u128::try_from(self.changed).is_ok_and(|changed| changed < time.as_nanos())
+    }
 }
 
 fn nanoseconds(seconds: i64, rest: i64) -> i128 {

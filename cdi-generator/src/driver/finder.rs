@@ -6,7 +6,10 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use oci_hooks::rootfs::{Rootfs, RootfsError};
+use oci_hooks::{
+    rootfs::{Rootfs, RootfsError},
+    scans::Stamp,
+};
 
 use super::{
     Driver, DriverError, FIRMWARE_FOLDERS, OPENCL_VENDOR, PROGRAM_FOLDERS, PROGRAMS, PROGRAMS_BEHIND_LINKS,
@@ -27,11 +30,11 @@ pub struct Finder {
     last: Option<(Driver, Vec<Seen>)>,
 }
 
-/// What was at a path, links followed: device, inode, and when it was last changed, in seconds and nanoseconds.
+/// What was at a path, links followed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Seen {
     path: PathBuf,
-    what: Option<(u64, u64, i64, u64)>,
+    what: Option<Stamp>,
 }
 
 impl Finder {
@@ -91,8 +94,7 @@ fn places(driver: &Driver, looked_for: Vec<PathBuf>) -> Vec<Seen> {
 fn look(root: &Path, places: &[Seen]) -> Result<Vec<Seen>, RootfsError> {
     let root = Rootfs::open(root)?;
     let look = |place: &Seen| {
-        let stat = root.stat(&place.path)?;
-        let what = stat.map(|stat| (stat.st_dev, stat.st_ino, stat.st_ctime, stat.st_ctime_nsec));
+        let what = root.stat(&place.path)?.map(|stat| Stamp::of(&stat));
         Ok(Seen { path: place.path.clone(), what })
     };
     places.iter().map(look).collect()
@@ -100,10 +102,8 @@ fn look(root: &Path, places: &[Seen]) -> Result<Vec<Seen>, RootfsError> {
 
 fn are_settled(seen: &[Seen], now: SystemTime) -> bool {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let latest = now.saturating_sub(SETTLED_AFTER).as_secs();
-    let settled =
-        |&(.., changed, _): &(u64, u64, i64, u64)| u64::try_from(changed).is_ok_and(|at| at < latest);
-    seen.iter().filter_map(|seen| seen.what.as_ref()).all(settled)
+    let latest = Duration::from_secs(now.saturating_sub(SETTLED_AFTER).as_secs());
+    seen.iter().filter_map(|seen| seen.what.as_ref()).all(|what| what.changed_before(latest))
 }
 
 #[cfg(test)]
