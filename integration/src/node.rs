@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::{
     host::{Host, Options},
@@ -72,25 +72,9 @@ impl Node {
         Pod::new(name, Container::new("main", &self.image).share(core, units))
     }
 
-    /// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.
+    /// See [`probe::hold`].
     pub async fn hold(&self, container: &str, mib: u64) -> Result<String> {
-        let script = format!("{} --alloc {mib} --hold >/tmp/held 2>&1 & echo $!", probe::PATH);
-        let process = self.cri().exec(container, &["sh", "-c", &script]).await?.stdout.trim().to_owned();
-        let deadline = Instant::now() + SETTLE_TIMEOUT;
-        loop {
-            let line = self.cri().exec(container, &["cat", "/tmp/held"]).await?.stdout;
-            if line.ends_with('\n') {
-                let report = probe::parse(&line).with_context(|| line.clone())?;
-                if report.allocs.first().is_none_or(|alloc| alloc.result != 0) {
-                    bail!("{mib} MiB were refused: {line}");
-                }
-                return Ok(process);
-            }
-            if Instant::now() > deadline {
-                bail!("cuda-probe --hold printed nothing: {line}");
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        probe::hold(self.cri(), container, mib).await
     }
 
     /// Waits until `done` says so.

@@ -1,12 +1,17 @@
 //! What `cuda-probe` reports from inside a container. Sizes in bytes.
 
-use anyhow::{Context, Result};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use crate::{cri::Cri, image::Image};
 
 /// Where the tests' images have it.
 pub const PATH: &str = "/usr/local/bin/cuda-probe";
+
+/// The probe has its memory within milliseconds; a busy machine may need a while.
+const HELD_WITHIN: Duration = Duration::from_secs(10);
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub const OUT_OF_MEMORY: i32 = 2;
@@ -88,6 +93,27 @@ pub async fn run(cri: &Cri, container: &str, arguments: &[&str]) -> Result<Repor
     command.extend(arguments);
     let exec = cri.exec(container, &command).await?;
     parse(&exec.stdout).with_context(|| format!("cuda-probe: {exec:?}"))
+}
+
+/// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.
+pub async fn hold(cri: &Cri, container: &str, mib: u64) -> Result<String> {
+    let script = format!("{PATH} --alloc {mib} --hold >/tmp/held 2>&1 & echo $!");
+    let process = cri.exec(container, &["sh", "-c", &script]).await?.stdout.trim().to_owned();
+    let deadline = Instant::now() + HELD_WITHIN;
+    loop {
+        let line = cri.exec(container, &["cat", "/tmp/held"]).await?.stdout;
+        if line.ends_with('\n') {
+            let report = parse(&line).with_context(|| line.clone())?;
+            if report.allocs.first().is_none_or(|alloc| alloc.result != 0) {
+                bail!("{mib} MiB were refused: {line}");
+            }
+            return Ok(process);
+        }
+        if Instant::now() > deadline {
+            bail!("cuda-probe --hold printed nothing: {line}");
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 /// Reads the line that the probe prints.

@@ -162,8 +162,7 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
     serve(&mut cluster, "vcuda-1", env!("CARGO_PKG_VERSION")).await.unwrap();
     let before = runs(&mut cluster, "before").await;
     enforced(&cluster, &before).await;
-    let hold = format!("{} --alloc 1024 --hold >/tmp/held 2>&1 & echo $!", probe::PATH);
-    let held = cluster.cri().exec(&before, &["sh", "-c", &hold]).await.unwrap().stdout;
+    let held = probe::hold(cluster.cri(), &before, 1024).await.unwrap();
     // Written with the account of the manifest, whose token only the device plugin's container has.
     let told = |cluster: &Cluster| {
         let node = cluster.node().unwrap_or_default();
@@ -184,8 +183,7 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
     let (phase, id) = cluster.pod_state("before").unwrap();
     assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
     enforced(&cluster, &before).await;
-    let alive =
-        cluster.cri().exec(&before, &["sh", "-c", &format!("kill -0 {}", held.trim())]).await.unwrap();
+    let alive = cluster.cri().exec(&before, &["sh", "-c", &format!("kill -0 {}", held)]).await.unwrap();
     assert_eq!(alive.code, 0, "what ran through the update: {alive:?}");
     for pod in ["before", "after"] {
         cluster.delete_pod(pod).unwrap();
