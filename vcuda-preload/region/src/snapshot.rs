@@ -260,12 +260,17 @@ mod tests {
     use super::*;
     use crate::{Refused, Usage};
 
-    #[test]
-    fn the_node_sees_what_a_process_holds() {
+    fn usage() -> (tempfile::TempDir, std::path::PathBuf, Usage) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("usage");
         Usage::create(&path).unwrap();
         let usage = Usage::open(&path).unwrap();
+        (folder, path, usage)
+    }
+
+    #[test]
+    fn the_node_sees_what_a_process_holds() {
+        let (_folder, path, usage) = usage();
         let me = usage.claim().unwrap();
         usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
         assert_eq!(usage.take(me, 1, 2 << 20, 4 << 20), Err(Refused));
@@ -288,10 +293,7 @@ mod tests {
 
     #[test]
     fn what_several_processes_hold_is_told_as_often_as_a_sum_would_count_it_too_much() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("usage");
-        Usage::create(&path).unwrap();
-        let usage = Usage::open(&path).unwrap();
+        let (_folder, path, usage) = usage();
         let me = usage.claim().unwrap();
         usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
         let exported = usage.export(me, 1, 2 << 20).unwrap();
@@ -310,10 +312,7 @@ mod tests {
 
     #[test]
     fn what_was_taken_and_given_back_between_two_looks_shows() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("usage");
-        Usage::create(&path).unwrap();
-        let usage = Usage::open(&path).unwrap();
+        let (_folder, path, usage) = usage();
         let me = usage.claim().unwrap();
         usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
         let exported = usage.export(me, 1, 2 << 20).unwrap();
