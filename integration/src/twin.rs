@@ -1,5 +1,5 @@
-//! A container that gets from the runtime all that one with a share gets, but by a CDI file alone, and with a hook that
-//! does nothing: mounts, device nodes, variables. What the runtime takes for these is not vcuda's to save.
+//! Containers that get from the runtime what one with a share gets, but by a CDI file alone: one a hook that does nothing,
+//! another the mounts, device nodes and variables too. What the runtime takes for these is not vcuda's to save.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -9,12 +9,21 @@ use serde_json::{Value, json};
 use crate::{containerd, node::Node};
 
 const KIND: &str = "bench.local/twin";
-const DEVICE: &str = "share";
 
-/// Writes the CDI file, after two running containers of one image: the one with a share, and one without. Returns the
-/// device's name. The file outlives both.
-pub async fn write(node: &Node, with_share: &str, plain: &str, hook: &Path) -> Result<String> {
+/// CDI devices, by their full names.
+pub struct Devices {
+    /// Brings the hook.
+    pub hook: String,
+    /// Brings the hook, and all that a share brings.
+    pub share: String,
+}
+
+/// Writes the CDI file, after two running containers of one image: the one with a share, and one without. The file
+/// outlives both.
+pub async fn write(node: &Node, with_share: &str, plain: &str, hook: &Path) -> Result<Devices> {
     let (share, plain) = (node.cri().info(with_share).await?.spec, node.cri().info(plain).await?.spec);
+    let hooks =
+        json!([{"hookName": "createContainer", "path": hook, "args": [hook], "env": ["PATH=/usr/bin"]}]);
     let edits = json!({
         "env": more(&share, &plain, "/process/env", variable),
         "deviceNodes": more(&share, &plain, "/linux/devices", |device| text(device, "path"))
@@ -26,15 +35,18 @@ pub async fn write(node: &Node, with_share: &str, plain: &str, hook: &Path) -> R
             .enumerate()
             .map(|(at, mount)| own_mount(node, at, mount))
             .collect::<Result<Vec<_>>>()?,
-        "hooks": [{"hookName": "createContainer", "path": hook, "args": [hook], "env": ["PATH=/usr/bin"]}],
+        "hooks": hooks,
     });
     let spec = json!({
         "cdiVersion": "0.6.0",
         "kind": KIND,
-        "devices": [{"name": DEVICE, "containerEdits": edits}],
+        "devices": [
+            {"name": "hook", "containerEdits": {"hooks": hooks}},
+            {"name": "share", "containerEdits": edits},
+        ],
     });
     fs::write(containerd::cdi(node.folder()).join("twin.json"), spec.to_string())?;
-    Ok(format!("{KIND}={DEVICE}"))
+    Ok(Devices { hook: format!("{KIND}=hook"), share: format!("{KIND}=share") })
 }
 
 /// What the first has in a list beyond the second, as told apart by `name`.

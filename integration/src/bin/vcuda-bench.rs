@@ -103,8 +103,9 @@ fn main() -> ExitCode {
 }
 
 /// What is measured in each round.
-const KINDS: [&str; 5] = [
+const KINDS: [&str; 6] = [
     "no share, without vcuda",
+    "a hook, without vcuda",
     "a share's mounts, without vcuda",
     "no share, with vcuda",
     "share",
@@ -120,13 +121,16 @@ async fn measure(arguments: &Arguments) -> Result<()> {
     node.wait_for_offer().await?;
     let plain = Container::new("main", node.image());
     let share = plain.clone().share(20, 32);
-    let twin = Container { cdi_devices: vec![twin_of(&node, &plain, &share, &hook).await?], ..plain.clone() };
+    let twins = twins_of(&node, &plain, &share, &hook).await?;
+    let [hooked, mounted] =
+        [twins.hook, twins.share].map(|device| Container { cdi_devices: vec![device], ..plain.clone() });
     let mut all: [Vec<Times>; KINDS.len()] = Default::default();
     // The first pod of each kind reads files that the others find in memory.
     for round in 0..=arguments.rounds {
         node.vcuda.nri_plugin()?.terminate()?;
         let without = time(&node, &plain).await?;
-        let mounted = time(&node, &twin).await?;
+        let hooked = time(&node, &hooked).await?;
+        let mounted = time(&node, &mounted).await?;
         node.vcuda.start_nri_plugin().await?;
         // On a node the plugin runs for weeks: its first share is not the usual one.
         time(&node, &share).await?;
@@ -136,7 +140,7 @@ async fn measure(arguments: &Arguments) -> Result<()> {
         let spawned = time(&node, &share).await?;
         hook.restore()?;
         if round > 0 {
-            for (times, new) in all.iter_mut().zip([without, mounted, with, shared, spawned]) {
+            for (times, new) in all.iter_mut().zip([without, hooked, mounted, with, shared, spawned]) {
                 times.push(new);
             }
         }
@@ -168,14 +172,14 @@ async fn measure(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// A CDI device that gives a container what a share's has, but its guard.
-async fn twin_of(node: &Node, plain: &Container, share: &Container, hook: &Hook) -> Result<String> {
+/// CDI devices that give a container what a share's has, but its guard.
+async fn twins_of(node: &Node, plain: &Container, share: &Container, hook: &Hook) -> Result<twin::Devices> {
     let plain = node.kubelet.run(&Pod::new("plain", plain.clone())).await?;
     let share = node.kubelet.run(&Pod::new("share", share.clone())).await?;
-    let device = twin::write(node, share.id("main"), plain.id("main"), &hook.bin.join("nothing")).await?;
+    let devices = twin::write(node, share.id("main"), plain.id("main"), &hook.bin.join("nothing")).await?;
     node.kubelet.delete(&plain).await?;
     node.kubelet.delete(&share).await?;
-    Ok(device)
+    Ok(devices)
 }
 
 /// vcuda's hook on this node, and a program that does nothing to take its place: what is left of a share's time then is
