@@ -68,7 +68,7 @@ pub async fn run(
         .map(|listen| tokio::spawn(metrics::serve(listen, file.clone(), governor.figures(), stop.clone())));
 
     let floor = Floor::new(paths.clone(), file.memory.floor);
-    let mut unseen = unseen::start(paths.shares(), floor.is_some(), surveyor.holders())
+    let mut unseen = unseen::start(paths.shares(), floor.clone(), surveyor.holders())
         .map_err(system("no thread for memory that no call shows could be started"))?;
     let _floor = match &floor {
         None => None,

@@ -1,24 +1,22 @@
 //! The driver's floor under the shim: where NVML has memory limits for cgroups, a container with a share gets one before
 //! its first process runs, since the guard asks for it (`server`). It follows the share, is made up for where a container
-//! started while this plugin was down, and tells what a container really holds, which no call in it shows. The shim still
-//! gives the container its view and a clean out-of-memory; the floor holds whoever passes it by.
+//! started while this plugin was down, and tells what a container really holds (`Reader`), which no call in it shows. The shim
+//! still gives the container its view and a clean out-of-memory; the floor holds whoever passes it by.
 
 mod cgroup;
 mod server;
 
 use std::{
     collections::BTreeMap,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
 
 use ledger::{RecordError, ShareFolder, ShareKind, ShareName, ShareRecord, ShareState, Shares};
 use nvml_limits::{LimitsError, MemoryLimits};
-use region::{Limits, LimitsWriter, UsageReader};
+use region::Limits;
 use tracing::{debug, info, warn};
 use vcuda_config::{GpuUuid, MemoryFloor, Paths, floor::Answer};
-
-use crate::governor::monotonic_ns;
 
 pub(crate) use server::serve;
 
@@ -61,8 +59,7 @@ impl Floor {
         self.answer(share, held)
     }
 
-    /// Sees to all shares: those that have no floor yet, or another than they should, get it; of the others it is
-    /// noted what they hold beyond their own account. It may block for the driver.
+    /// Sees to all shares: those that have no floor yet, or another than they should, get it. It may block for the driver.
     pub(crate) fn tend(&self) {
         let Ok(shares) = Shares::read(&self.paths.shares()) else { return };
         self.told().retain(|name, _| shares.records.contains_key(name));
@@ -101,18 +98,10 @@ impl Floor {
             return self.put(nvml, name, record, floor.cgroup);
         }
         for gpu in floor.bytes.keys() {
-            // What is taken or freed while the driver is asked must not look as if no call had shown it: then a
-            // moment's allocation would be counted twice, and the next one refused.
-            let before = accounted(&folder, gpu);
-            let limit = match nvml.get(gpu.as_str(), &floor.cgroup) {
+            match nvml.get(gpu.as_str(), &floor.cgroup) {
                 Err(LimitsError::NotSet) => return self.put(nvml, name, record, floor.cgroup),
                 limit => limit?,
             };
-            let (Some(before), Some(after)) = (before, accounted(&folder, gpu)) else { continue };
-            let unseen = limit.used_bytes.saturating_sub(before.max(after)).min(limit.bytes);
-            let _ = LimitsWriter::open(&folder.limits())
-                .and_then(|limits| limits.set_unseen(&gpu.bytes(), unseen, monotonic_ns()))
-                .inspect_err(|error| debug!(%error, share = %name, "no overhead noted"));
         }
         Ok(())
     }
@@ -186,6 +175,49 @@ impl Floor {
     }
 }
 
+/// Asks what cgroups hold that have a floor.
+pub(crate) struct Reader {
+    floor: Arc<Floor>,
+    /// Open from one look to the next.
+    nvml: Option<MemoryLimits>,
+}
+
+impl Reader {
+    pub(crate) fn new(floor: Arc<Floor>) -> Self {
+        Self { floor, nvml: None }
+    }
+
+    /// Bytes of a GPU that the processes of a cgroup hold, contexts and modules included: for each of `wanted` of which the
+    /// driver tells it. It may block for the driver.
+    pub(crate) fn read<'a, K: Ord>(
+        &mut self,
+        wanted: impl Iterator<Item = (K, &'a GpuUuid, &'a Path)>,
+    ) -> BTreeMap<K, u64> {
+        let mut wanted = wanted.peekable();
+        if wanted.peek().is_none() {
+            self.nvml = None;
+        }
+        let mut held = BTreeMap::new();
+        for (key, gpu, cgroup) in wanted {
+            if self.nvml.is_none() {
+                self.nvml = self.floor.nvml().ok();
+            }
+            let Some(nvml) = &self.nvml else { break };
+            match nvml.get(gpu.as_str(), cgroup) {
+                Ok(limit) => _ = held.insert(key, limit.used_bytes),
+                // It is put again soon.
+                Err(LimitsError::NotSet) => {}
+                Err(error) => {
+                    debug!(%error, %gpu, "the driver does not tell what a container holds");
+                    // The driver may have been replaced.
+                    self.nvml = None;
+                }
+            }
+        }
+        held
+    }
+}
+
 /// What the share may use of each of its GPUs at this moment: what its container sees, or else what was bound.
 fn ceilings(folder: &ShareFolder, record: &ShareRecord) -> BTreeMap<GpuUuid, u64> {
     let limits = Limits::open(&folder.limits()).ok();
@@ -194,11 +226,4 @@ fn ceilings(folder: &ShareFolder, record: &ShareRecord) -> BTreeMap<GpuUuid, u64
         Some(limits.memory_bytes(limits.find(&gpu.bytes())?)).filter(|bytes| *bytes > 0)
     };
     record.gpus.iter().map(|gpu| (gpu.uuid.clone(), now(&gpu.uuid).unwrap_or(gpu.memory_bytes))).collect()
-}
-
-/// Bytes of a GPU that the container accounts for; none where its files cannot be read.
-fn accounted(folder: &ShareFolder, gpu: &GpuUuid) -> Option<u64> {
-    let at = Limits::open(&folder.limits()).ok()?.find(&gpu.bytes())?;
-    let usage = UsageReader::open(&folder.usage()).and_then(|usage| usage.snapshot()).ok()?;
-    usage.gpus.get(at).map(|gpu| gpu.used_bytes)
 }

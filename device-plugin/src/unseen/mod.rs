@@ -1,7 +1,7 @@
-//! Memory that no call in a container shows: contexts, modules, and what a process takes past the shim. Where the driver's floor
-//! does not tell it, it is what the driver says that the container's processes hold beyond their own account, by their cgroups.
-//! It goes into `limits`, where it counts against the ceiling for a while, so that nothing is refused for long for what nobody
-//! measures any more.
+//! Memory that no call in a container shows: contexts, modules, and what a process takes past the shim. It is what the driver
+//! says that the container holds beyond its own account: its cgroup where that has the driver's floor, else its processes, which
+//! are told apart by their cgroups. It goes into `limits`, where it counts against the ceiling for a while, so that nothing is
+//! refused for long for what nobody measures any more.
 //!
 //! On a thread of its own: what it reads of containers can be slow to read, if they want it so. Those are looked at less often.
 
@@ -12,7 +12,7 @@ mod tests;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc,
         mpsc::{RecvTimeoutError, Sender, channel},
@@ -22,12 +22,13 @@ use std::{
 };
 
 use ledger::{ShareFolder, ShareKind, ShareName, ShareRecord, ShareState, Shares};
-use region::{LimitsWriter, UsageReader, UsageSnapshot};
+use region::{GpuUsage, LimitsWriter, UsageReader, UsageSnapshot};
 use tokio::sync::oneshot;
 use tracing::debug;
 use vcuda_config::GpuUuid;
 
 use crate::{
+    floor::{self, Floor},
     governor::{cgroup::Cgroups, monotonic_ns, nanoseconds},
     holders::{Held, Holders},
 };
@@ -57,25 +58,32 @@ impl Handle {
     }
 }
 
-/// Looks at the shares in `folder` on a thread of its own. With `floors`, those that have the driver's floor are left to it.
+/// Looks at the shares in `folder` on a thread of its own. With a `floor`, it is asked about those that have it.
 ///
 /// # Errors
 ///
 /// No thread could be started.
-pub(crate) fn start(folder: PathBuf, floors: bool, holders: Arc<Holders>) -> io::Result<Handle> {
+pub(crate) fn start(folder: PathBuf, floor: Option<Arc<Floor>>, holders: Arc<Holders>) -> io::Result<Handle> {
     let (stop, stopped) = channel::<()>();
     let (alive, ended) = oneshot::channel::<()>();
-    let mut unseen = Unseen::new(folder, floors, "/proc".into());
+    let mut unseen = Unseen::new(folder, floor.is_some(), "/proc".into());
+    let mut reader = floor.map(floor::Reader::new);
     thread::Builder::new().name("unseen".into()).spawn(move || {
         // Dropped with the thread, however that ends.
         let _alive = alive;
         loop {
-            let looks = unseen.begin(monotonic_ns());
-            let gpus: BTreeSet<_> = looks.iter().flat_map(Look::gpus).collect();
+            let (by_cgroup, by_process): (Vec<_>, Vec<_>) =
+                unseen.begin(monotonic_ns()).into_iter().partition(|look| look.cgroup.is_some());
+            if let Some(reader) = &mut reader {
+                let held = reader.read(by_cgroup.iter().flat_map(Look::of_cgroup));
+                unseen.end(by_cgroup, &held, monotonic_ns());
+            }
+            let gpus: BTreeSet<_> = by_process.iter().flat_map(Look::gpus).collect();
             if !gpus.is_empty()
                 && let Ok(held) = holders.ask(gpus).recv_timeout(PATIENCE)
             {
-                unseen.end(looks, &held, monotonic_ns());
+                let held = unseen.by_share(&by_process, &held);
+                unseen.end(by_process, &held, monotonic_ns());
             }
             if stopped.recv_timeout(EVERY) == Err(RecvTimeoutError::Disconnected) {
                 return;
@@ -98,6 +106,9 @@ struct Unseen {
     resting: BTreeMap<ShareName, u64>,
 }
 
+/// Bytes that the driver says shares' containers hold of GPUs. Where it does not answer, there is no entry.
+type OfShares = BTreeMap<(ShareName, GpuUuid), u64>;
+
 /// What is known of a container on one GPU.
 struct Known {
     container: String,
@@ -108,6 +119,8 @@ struct Known {
 struct Look {
     name: ShareName,
     record: ShareRecord,
+    /// Of which the driver is asked, where it holds that to the share.
+    cgroup: Option<PathBuf>,
     limits: LimitsWriter,
     usage: UsageReader,
     before: UsageSnapshot,
@@ -163,12 +176,10 @@ impl Unseen {
         self.resting.insert(name, now_ns.saturating_add(spent_ns.saturating_mul(2 * PARTS)));
     }
 
-    /// None where the driver's floor tells it, or the container's files cannot be read.
+    /// None where the container's files cannot be read.
     fn look_at(&self, name: &ShareName, record: ShareRecord) -> Option<Look> {
         let folder = ShareFolder::new(&self.folder, name);
-        if self.floors && ledger::Floor::load(&folder, &record.container.id).is_some() {
-            return None;
-        }
+        let floor = self.floors.then(|| ledger::Floor::load(&folder, &record.container.id)).flatten();
         let opened = (|| -> io::Result<_> {
             let limits = LimitsWriter::open(&folder.limits())?;
             let usage = UsageReader::open(&folder.usage())?;
@@ -177,22 +188,28 @@ impl Unseen {
         })();
         let (limits, usage, before) =
             opened.inspect_err(|error| debug!(%error, share = %name, "not looked at")).ok()?;
-        Some(Look { name: name.clone(), record, limits, usage, before })
+        Some(Look {
+            name: name.clone(),
+            record,
+            cgroup: floor.map(|floor| floor.cgroup),
+            limits,
+            usage,
+            before,
+        })
     }
 
     /// Goes on with what the driver has said: `held`.
-    fn end(&mut self, looks: Vec<Look>, held: &Held, now_ns: u64) {
-        let sampled = self.sampled(held);
+    fn end(&mut self, looks: Vec<Look>, held: &OfShares, now_ns: u64) {
         for look in looks {
             let Ok(after) = look.usage.snapshot() else { continue };
-            for gpu in look.gpus().filter(|gpu| held.contains_key(gpu)) {
+            for gpu in look.gpus() {
                 let key = (look.name.clone(), gpu);
+                let Some(held) = held.get(&key) else { continue };
                 let (Some(at), Some(known)) = (look.at(&key.1), self.figures.get_mut(&key)) else { continue };
                 let (Some(before), Some(after)) = (look.before.gpus.get(at), after.gpus.get(at)) else {
                     continue;
                 };
-                let sampled = sampled.get(&key).copied().unwrap_or(0);
-                let unseen = known.figure.look(beyond(sampled, *before, *after));
+                let unseen = known.figure.look(beyond(*held, look.sees(*before), look.sees(*after)));
                 let ceiling = look.limits.limits().memory_bytes(at);
                 let noted = look.limits.set_unseen(&key.1.bytes(), unseen.min(ceiling), now_ns);
                 if let Err(error) = noted {
@@ -203,19 +220,23 @@ impl Unseen {
     }
 
     /// What the driver says that the processes of each share hold of each GPU, added up.
-    fn sampled(&mut self, held: &Held) -> HashMap<(ShareName, GpuUuid), u64> {
+    fn by_share(&mut self, looks: &[Look], held: &Held) -> OfShares {
         self.cgroups.tick();
-        let mut sampled = HashMap::new();
+        let answered = looks.iter().flat_map(|look| {
+            look.gpus().filter(|gpu| held.contains_key(gpu)).map(|gpu| (look.name.clone(), gpu))
+        });
+        let mut sums: OfShares = answered.map(|key| (key, 0)).collect();
         for (gpu, pid, bytes) in
             held.iter().flat_map(|(gpu, of_gpu)| of_gpu.iter().map(move |(pid, bytes)| (gpu, pid, bytes)))
         {
             let container = self.cgroups.container(*pid, |id| self.containers.contains_key(id));
-            if let Some(name) = container.and_then(|id| self.containers.get(id)) {
-                let sum: &mut u64 = sampled.entry((name.clone(), gpu.clone())).or_default();
+            if let Some(name) = container.and_then(|id| self.containers.get(id))
+                && let Some(sum) = sums.get_mut(&(name.clone(), gpu.clone()))
+            {
                 *sum = sum.saturating_add(*bytes);
             }
         }
-        sampled
+        sums
     }
 }
 
@@ -227,6 +248,18 @@ fn busy_ns() -> u64 {
 impl Look {
     fn gpus(&self) -> impl Iterator<Item = GpuUuid> {
         self.record.gpus.iter().map(|gpu| gpu.uuid.clone())
+    }
+
+    /// What the driver is to be asked of a container that it holds.
+    fn of_cgroup(&self) -> impl Iterator<Item = ((ShareName, GpuUuid), &GpuUuid, &Path)> {
+        let gpus = self.record.gpus.iter().map(|gpu| &gpu.uuid);
+        let cgroup = self.cgroup.as_deref();
+        gpus.filter_map(move |gpu| Some(((self.name.clone(), gpu.clone()), gpu, cgroup?)))
+    }
+
+    /// The account as the driver's figure is to be compared with it: a cgroup has once what several of its processes have.
+    fn sees(&self, usage: GpuUsage) -> GpuUsage {
+        if self.cgroup.is_some() { GpuUsage { shared_bytes: 0, ..usage } } else { usage }
     }
 
     /// Which GPU of the share it is.

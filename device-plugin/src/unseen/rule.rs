@@ -17,10 +17,10 @@ pub(super) enum Beyond {
     AtMost(u64),
 }
 
-/// `sampled` is the sum over the container's processes, read between `before` and `after`.
+/// `sampled` is what the driver says that the container's processes hold, read between `before` and `after`.
 ///
 /// The driver's own source tells memory that a process owns from what it shares with the owner; which of them NVML adds up is
-/// not known. So what may be in the sum more than once is taken off.
+/// not known. So what may be in a sum over processes more than once is taken off.
 pub(super) fn beyond(sampled: u64, before: GpuUsage, after: GpuUsage) -> Beyond {
     let shared = before.shared_bytes.max(after.shared_bytes);
     let besides = |accounted| sampled.saturating_sub(accounted).saturating_sub(shared);

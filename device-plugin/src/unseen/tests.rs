@@ -84,6 +84,16 @@ impl Node {
         let looks = self.unseen.begin(self.now);
         meanwhile();
         let held = [(gpu(), held.iter().copied().collect())].into();
+        let held = self.unseen.by_share(&looks, &held);
+        self.unseen.end(looks, &held, self.now);
+    }
+
+    /// A look at which the driver says that the cgroups which have its floor hold so much each.
+    fn look_at_cgroups_while(&mut self, held: u64, meanwhile: impl FnOnce()) {
+        self.now += 500_000_000;
+        let looks = self.unseen.begin(self.now);
+        meanwhile();
+        let held = looks.iter().flat_map(Look::of_cgroup).map(|(key, ..)| (key, held)).collect();
         self.unseen.end(looks, &held, self.now);
     }
 
@@ -221,22 +231,65 @@ fn a_gpu_that_does_not_answer_keeps_its_figures_for_a_while() {
     while node.now < last + UNSEEN_LASTS_NS - 500_000_000 {
         node.now += 500_000_000;
         let looks = node.unseen.begin(node.now);
-        node.unseen.end(looks, &Held::new(), node.now);
+        node.unseen.end(looks, &OfShares::new(), node.now);
         assert_eq!(node.counted(&a), 200 * MIB);
     }
     node.now = last + UNSEEN_LASTS_NS;
     assert_eq!(node.counted(&a), 0);
 }
 
+fn hold_to_1_gib(node: &Node, pod: &str) {
+    let floor = Floor::new(format!("id-{pod}"), "/x".into(), [(gpu(), GIB)].into());
+    floor.store(&node.share(pod)).unwrap();
+}
+
 #[test]
-fn a_share_with_the_drivers_floor_is_left_to_it_where_floors_are_seen_to() {
+fn of_a_share_with_the_drivers_floor_its_cgroup_tells_where_floors_are_seen_to() {
     for floors in [true, false] {
         let mut node = Node::new(floors);
-        let a = node.bind("a", 11);
-        Floor::new("id-a".into(), "/x".into(), [(gpu(), GIB)].into()).store(&node.share("a")).unwrap();
-        node.looks(&[(11, 200 * MIB)]);
-        assert_eq!(node.counted(&a), if floors { 0 } else { 200 * MIB });
+        let _containers = (node.bind("a", 11), node.bind("b", 12));
+        hold_to_1_gib(&node, "a");
+        let looks = node.unseen.begin(node.now);
+        let asked: Vec<_> = looks.iter().flat_map(Look::of_cgroup).collect();
+        let of_a = (("a_main".parse().unwrap(), gpu()), &gpu(), Path::new("/x"));
+        assert_eq!(asked, if floors { vec![of_a] } else { vec![] });
     }
+}
+
+/// One look may be torn, or at a moment at which a process has ended and the driver is not done with it.
+#[test]
+fn a_cgroup_is_beyond_the_account_by_what_all_looks_at_it_show() {
+    let mut node = Node::new(true);
+    let a = node.bind("a", 11);
+    hold_to_1_gib(&node, "a");
+    a.usage.take(a.me, 0, 100 * MIB, GIB).unwrap();
+    node.look_at_cgroups_while(900 * MIB, || {});
+    assert_eq!(node.counted(&a), 0, "its last process is on its way out");
+    (0..LOOKS).for_each(|_| node.look_at_cgroups_while(300 * MIB, || {}));
+    assert_eq!(node.counted(&a), 200 * MIB);
+    let taken_and_given = || {
+        a.usage.take(a.me, 0, 300 * MIB, GIB).unwrap();
+        a.usage.give(a.me, 0, 300 * MIB);
+    };
+    for _ in 0..2 * LOOKS {
+        node.look_at_cgroups_while(600 * MIB, taken_and_given);
+        assert_eq!(node.counted(&a), 200 * MIB);
+    }
+    node.look_at_cgroups_while(150 * MIB, || {});
+    assert_eq!(node.counted(&a), 50 * MIB);
+}
+
+#[test]
+fn what_processes_share_is_in_a_cgroup_once() {
+    let mut node = Node::new(true);
+    let a = node.bind("a", 11);
+    hold_to_1_gib(&node, "a");
+    a.usage.take(a.me, 0, 300 * MIB, GIB).unwrap();
+    let exported = a.usage.export(a.me, 0, 300 * MIB).unwrap();
+    a.usage.set_key(exported, Key::Handle(7));
+    a.usage.import(a.me, Key::Handle(7)).unwrap();
+    (0..LOOKS).for_each(|_| node.look_at_cgroups_while(350 * MIB, || {}));
+    assert_eq!(node.counted(&a), 50 * MIB);
 }
 
 /// By a cgroup that it makes and names after the other. What is looked at of a share is its own, whoever else is not.
@@ -253,7 +306,7 @@ fn no_container_passes_its_processes_off_as_anothers() {
         node.look(&held);
     }
     assert_eq!(node.counted(&b), 200 * MIB, "the other rests");
-    Floor::new("id-a".into(), "/x".into(), [(gpu(), GIB)].into()).store(&node.share("a")).unwrap();
+    hold_to_1_gib(&node, "a");
     node.looks(&held);
     assert_eq!(node.counted(&b), 200 * MIB, "the other has the driver's floor");
     node.ledger.mark_stopped("id-a").unwrap();
