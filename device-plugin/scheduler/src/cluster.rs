@@ -16,7 +16,7 @@ use vcuda_config::PodPlacement;
 use crate::{
     Hold, Misfit, Wanted,
     hold::holds_of_placement,
-    node::{Node, PodOnNode},
+    node::{Known, Node, PodOnNode},
     plan,
 };
 
@@ -181,8 +181,8 @@ impl Cluster {
             return self.take(&pod.uid, &pod.node);
         }
         let BoundPod { uid, node, holds, priority, ending } = pod;
-        let seen = Some(self.pods_list);
-        self.nodes.entry(node.into()).or_default().put(&uid, PodOnNode { holds, priority, ending, seen });
+        let known = Known::Listed(self.pods_list);
+        self.nodes.entry(node.into()).or_default().put(&uid, PodOnNode { holds, priority, ending, known });
     }
 
     /// A pod has ended or was deleted.
@@ -195,7 +195,10 @@ impl Cluster {
     pub fn end_pods(&mut self) {
         let list = self.pods_list;
         for node in self.nodes.values_mut() {
-            node.keep(|pod| pod.seen.is_none_or(|seen| seen == list));
+            node.keep(|pod| match pod.known {
+                Known::Reserved | Known::Bound => true,
+                Known::Listed(last) => last == list,
+            });
         }
     }
 
@@ -232,7 +235,8 @@ impl Cluster {
             .map(|placement| PodPlacement { placed_at, ..placement })
             .map_err(|misfit| Refusal::Misfit { node: node_name(), misfit: Box::new(misfit) })?;
         let holds = holds_of_placement(&wanted.demand, &placement).unwrap_or_default();
-        node.put(&claim.uid, PodOnNode { holds, priority: wanted.priority, ending: false, seen: None });
+        let known = Known::Reserved;
+        node.put(&claim.uid, PodOnNode { holds, priority: wanted.priority, ending: false, known });
         let reservation = Reservation {
             namespace: namespace.into(),
             name: name.into(),
@@ -248,6 +252,12 @@ impl Cluster {
     /// The pod was bound to the node: what was reserved for it elsewhere is free. Its own reservation stands until
     /// the pod is seen there.
     pub fn bound(&mut self, claim: &Claim) {
+        let on = self.nodes.get_mut(claim.node.as_str());
+        if let Some(pod) = on.and_then(|node| node.pods.get_mut(claim.uid.as_str()))
+            && pod.known == Known::Reserved
+        {
+            pod.known = Known::Bound;
+        }
         for other in self.claims_of(&claim.uid).into_iter().filter(|other| other.node != claim.node) {
             self.drop_reservation(&other);
         }

@@ -11,7 +11,7 @@ use ledger::NoRoom;
 
 use crate::{
     Claim, Cluster, Wanted,
-    node::{Node, Room, SCORE_MAX},
+    node::{Known, Node, Room, SCORE_MAX},
     plan,
 };
 
@@ -104,6 +104,11 @@ impl Cluster {
 
     /// Whether a pod fits on `name` once the pods `named` have ended, and if not, which pods of a lower priority have
     /// to end as well: as few as it takes, the least important first. None when nothing helps.
+    ///
+    /// A pod of which only the API server has said that it is bound may have to end: kube-scheduler assumed it on its node
+    /// before it had it bound. One whose bind is not known to have been carried out may not: kube-scheduler may have
+    /// forgotten it, and it gives up the whole preemption for a pod that it does not know (`convertPodUIDToPod` in its
+    /// extender.go).
     pub fn victims<'a>(
         &'a self,
         wanted: &Wanted,
@@ -128,7 +133,7 @@ impl Cluster {
                 .pods
                 .iter()
                 .filter(|(uid, pod)| {
-                    pod.priority < wanted.priority && pod.seen.is_some() && !gone.contains(&***uid)
+                    pod.priority < wanted.priority && pod.known != Known::Reserved && !gone.contains(&***uid)
                 })
                 .map(|(uid, pod)| (&**uid, pod.priority))
                 .collect();

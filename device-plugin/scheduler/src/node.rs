@@ -66,8 +66,19 @@ pub(crate) struct PodOnNode {
     pub priority: i32,
     /// It is about to end.
     pub ending: bool,
-    /// The list of pods in which it was last seen; none while it is only reserved.
-    pub seen: Option<u32>,
+    /// How far its way to the node is known.
+    pub known: Known,
+}
+
+/// How far the way of a pod to its node is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Known {
+    /// Room is reserved. It is being bound, or nobody knows yet whether it was.
+    Reserved,
+    /// The API server has bound it; the watch has yet to tell of it.
+    Bound,
+    /// The watch told of it, last in the list of pods with this number.
+    Listed(u32),
 }
 
 impl Default for Node {

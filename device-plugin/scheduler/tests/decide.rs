@@ -2,11 +2,16 @@
 
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
 
 use ledger::Policy;
 use proptest::prelude::*;
-use scheduler::{BoundPod, Cluster, ContainerDemand, Demand, Role, Wanted, holds_of_bound};
+use scheduler::{
+    BoundPod, Claim, Cluster, ContainerDemand, Demand, Role, Seen, Victims, Wanted, holds_of_bound,
+};
 use vcuda_config::{GpuGroup, GpuUuid, Link, NodeGpu, NodeGpus, PodPlacement, Request, annotation};
 
 const UNITS: u32 = 100;
@@ -39,17 +44,28 @@ fn add_node(cluster: &mut Cluster, node: u8, gpus: u8, groups: Vec<GpuGroup>) {
 }
 
 /// A pod of one container on one GPU.
-fn add_pod(cluster: &mut Cluster, uid: &str, node: u8, on: u8, core: u32, priority: i32) {
+fn pod(uid: &str, node: u8, on: u8, core: u32, priority: i32) -> BoundPod {
     let containers = BTreeMap::from([("main".to_owned(), vec![gpu(node, on)])]);
     let text = PodPlacement { placed_at: 0, containers }.to_string();
     let annotations = BTreeMap::from([(annotation::PLACEMENT.to_owned(), text)]);
-    cluster.set_pod(BoundPod {
+    BoundPod {
         uid: uid.into(),
         node: name(node),
         holds: holds_of_bound(&wanted(core, core).demand, &name(node), Some(&annotations)),
         priority,
         ending: false,
-    });
+    }
+}
+
+fn add_pod(cluster: &mut Cluster, uid: &str, node: u8, on: u8, core: u32, priority: i32) {
+    cluster.set_pod(pod(uid, node, on, core, priority));
+}
+
+/// Reserves room for a pod of one container and priority 0.
+fn reserve(cluster: &mut Cluster, uid: &str, node: u8, core: u32) -> Claim {
+    let claim = Claim { uid: uid.into(), node: name(node) };
+    cluster.reserve(&claim, "default", uid, &wanted(core, core), 0, Instant::now()).unwrap();
+    claim
 }
 
 fn scores(cluster: &Cluster, wanted: &Wanted, nodes: u8) -> Vec<u64> {
@@ -104,6 +120,33 @@ fn whole_gpus_prefer_a_node_that_links_them_fast() {
     add_node(&mut cluster, 2, 4, Vec::new());
     let linked = scores(&cluster, &wanted(200, 0), 3);
     assert!(linked[1] > linked[0] && linked[0] > linked[2], "{linked:?}");
+}
+
+#[test]
+fn a_pod_may_have_to_go_once_the_api_server_has_bound_it_though_the_watch_is_late() {
+    let mut cluster = Cluster::default();
+    add_node(&mut cluster, 0, 1, Vec::new());
+    let node = name(0);
+    let high = Wanted { priority: 1, ..wanted(80, 10) };
+    let bound = reserve(&mut cluster, "bound", 0, 30);
+    let found = reserve(&mut cluster, "found", 0, 30);
+    // kube-scheduler may have forgotten a pod that is being bound, and gives up the preemption if it is named.
+    assert_eq!(cluster.victims(&high, &node, Vec::new()), None);
+
+    cluster.bound(&bound);
+    // A bind whose answer was lost, and which the API server was asked about.
+    cluster.book(&found, Seen::Bound(pod("found", 0, 0, 30, 0)));
+    let both = Victims { node: &node, uids: vec!["bound".into(), "found".into()] };
+    assert_eq!(cluster.victims(&high, &node, Vec::new()).map(sorted), Some(both.clone()));
+    // A list that was begun before they were bound leaves them where they are.
+    cluster.begin_pods();
+    cluster.end_pods();
+    assert_eq!(cluster.victims(&high, &node, Vec::new()).map(sorted), Some(both));
+}
+
+fn sorted(mut victims: Victims<'_>) -> Victims<'_> {
+    victims.uids.sort();
+    victims
 }
 
 proptest! {
