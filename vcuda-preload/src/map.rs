@@ -37,7 +37,7 @@ struct Table {
 // SAFETY: the table owns its memory.
 unsafe impl Send for Table {}
 
-/// The map. Keys are never 0.
+/// The map. There is nothing at key 0.
 #[derive(Default)]
 #[repr(C)]
 pub(crate) struct Map {
@@ -45,11 +45,11 @@ pub(crate) struct Map {
 }
 
 impl Map {
-    /// Puts `value` at `key`, over what was there. False if there is no memory for it.
+    /// Puts `value` at `key`, over what was there. False if there is no memory for it, or the key is 0.
     #[must_use]
     pub fn insert(&self, key: u64, value: u64) -> bool {
         let hash = hash(key);
-        self.shard(hash).0.lock().insert(hash, Entry { key, value })
+        key != 0 && self.shard(hash).0.lock().insert(hash, Entry { key, value })
     }
 
     /// Takes the value at `key` out.
@@ -240,6 +240,7 @@ mod tests {
             model.values_mut().for_each(|value| *value += 2);
             let mut drained = HashMap::new();
             map.drain(|_, value| value % 2 == 0, |key, value| assert!(drained.insert(key, value).is_none()));
+            assert!(!map.insert(0, 1) && map.remove(0).is_none());
             assert_eq!(drained, model.iter().filter(|(_, v)| *v % 2 == 0).map(|(k, v)| (*k, *v)).collect());
             assert!(model.iter().all(|(k, v)| map.get(*k) == (v % 2 == 1).then_some(*v)));
         }

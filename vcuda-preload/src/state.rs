@@ -60,11 +60,13 @@ pub(crate) struct State {
     pub pools_used: AtomicU32,
     /// Held while one is entered.
     pub pool_making: Locked<()>,
+    /// Held while a capture ends, and while something is captured that must not be anything else.
+    pub capture_ending: Locked<()>,
     /// Memory of graphs.
     pub graphs: Locked<Option<Box<Graphs>>>,
     /// Not 0 if this process may have memory in pools that the driver gives back when it is next waited for.
     pub slack: AtomicU32,
-    /// Not 0 if this process has ever made a graph that allocates.
+    /// Not 0 if this process has ever made an executable graph that allocates.
     pub graphs_allocate: AtomicU32,
     /// What pacing knows.
     pub pacing: Pacing,

@@ -765,6 +765,206 @@ fn graphs_count_what_they_take_when_they_first_run() {
     assert_eq!(model.passed(), 0);
 }
 
+/// Of one stream, graphs have the same memory, one after the other; of several, each its own.
+#[test]
+fn graphs_of_several_streams_count_each_their_own() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let executable = |session: &mut Session, make: &str| {
+        let graph = session.must("graph");
+        session.must(&format!("{make} {graph} {} 0", 400 * MIB));
+        session.must(&format!("exec {graph}"))
+    };
+    let (one, other) = (executable(&mut session, "graph-alloc"), executable(&mut session, "graph-alloc"));
+    let (here, there) = (session.must("stream"), session.must("stream"));
+    for exec in [one, other, one, other] {
+        session.must(&format!("launch {exec} {here}"));
+        exact(&model, &mut session, 400 * MIB);
+    }
+    // At once they are two.
+    let block = session.must(&format!("alloc {}", 400 * MIB));
+    session.must(&format!("launch-by 300000000 {here} 0"));
+    session.must(&format!("launch {one} {here}"));
+    assert_eq!(session.call(&format!("launch {other} {there}")).0, OUT_OF_MEMORY);
+    session.must(&format!("free {block}"));
+    session.must(&format!("launch {other} {there}"));
+    exact(&model, &mut session, 800 * MIB);
+    session.must(&format!("launch {one} {here}"));
+    session.must(&format!("launch {other} {there}"));
+    exact(&model, &mut session, 800 * MIB);
+    session.must("wait");
+    // What a stream keeps and does not use is let go of before another one is refused.
+    session.must(&format!("launch {other} {here}"));
+    session.must(&format!("launch {one} {there}"));
+    session.must("wait");
+    exact(&model, &mut session, 800 * MIB);
+    let third = executable(&mut session, "graph-alloc");
+    let stream = session.must("stream");
+    session.must(&format!("launch {third} {stream}"));
+    exact(&model, &mut session, 400 * MIB);
+    assert_eq!((model.passed(), model.refusals(0)), (0, 1));
+}
+
+#[test]
+fn what_the_driver_pulls_from_an_idle_stream_is_wanted_anew() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("MODEL_GRAPHS_PULL", "1"));
+    session.must("init 0");
+    let [one, other] = [(); 2].map(|()| {
+        let graph = session.must("graph");
+        session.must(&format!("graph-alloc {graph} {} 0", 400 * MIB));
+        session.must(&format!("exec {graph}"))
+    });
+    let (here, there) = (session.must("stream"), session.must("stream"));
+    session.must(&format!("launch {one} {here}"));
+    session.must(&format!("launch {other} {there}"));
+    exact(&model, &mut session, 400 * MIB);
+    // That is at work now, so there is nothing to pull.
+    session.must(&format!("launch-by 300000000 {there} 0"));
+    let block = session.must(&format!("alloc {}", 400 * MIB));
+    assert_eq!(session.call(&format!("launch {one} {here}")).0, OUT_OF_MEMORY);
+    session.must(&format!("free {block}"));
+    session.must(&format!("launch {one} {here}"));
+    exact(&model, &mut session, 800 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn a_graph_has_no_memory_that_another_has_left_something_in() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let [frees, leaves] = ["graph-alloc", "graph-leave"].map(|make| {
+        let graph = session.must("graph");
+        session.must(&format!("{make} {graph} {} 0", 400 * MIB));
+        session.must(&format!("exec {graph}"))
+    });
+    session.must(&format!("launch {frees}"));
+    session.must(&format!("launch {leaves}"));
+    exact(&model, &mut session, 400 * MIB);
+    let block = session.must(&format!("alloc {}", 400 * MIB));
+    assert_eq!(session.call(&format!("launch {frees}")).0, OUT_OF_MEMORY);
+    session.must(&format!("free {block}"));
+    session.must(&format!("launch {frees}"));
+    exact(&model, &mut session, 800 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn a_graph_that_is_uploaded_when_it_is_made_has_its_memory_or_is_not_made() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let stream = session.must("stream");
+    for (bytes, result) in [(2 * CEILING, OUT_OF_MEMORY), (100 * MIB, 0)] {
+        let graph = session.must("graph");
+        session.must(&format!("graph-alloc {graph} {bytes} 0"));
+        let (got, exec, said) = session.call(&format!("exec-uploaded {graph} {stream}"));
+        // The driver's words for it reach the caller.
+        assert_eq!((got, exec == 0, said), (result, result != 0, u64::from(result != 0)));
+    }
+    exact(&model, &mut session, 100 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+// ---- arguments that another thread changes while the driver is at it -------------------------------------------------
+
+#[test]
+fn what_is_taken_is_what_was_looked_at() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    // The host's memory becomes a device's.
+    session.must("change-in 8 1 8");
+    session.must(&format!("create-host {}", 2 * CEILING));
+    exact(&model, &mut session, 0);
+    // Something small becomes wide.
+    for (make, end, bytes) in [
+        ("array 64 64", "free-array", 65536),
+        ("array2 64 64", "free-array", 65536),
+        ("mipmap 64 64 1", "free-mipmap", 65536),
+    ] {
+        session.must(&format!("change-in 0 {} 8", 100 * MIB));
+        let array = session.must(make);
+        exact(&model, &mut session, bytes);
+        session.must(&format!("{end} {array}"));
+    }
+    // A pool of a device looks as if it were the host's, when it is made.
+    session.must("change-in-after 8 2 8");
+    let pool = session.must("pool 1 0");
+    session.must(&format!("from-pool {MIB} {pool} 0"));
+    exact(&model, &mut session, 32 * MIB);
+    assert_eq!(session.call(&format!("from-pool {CEILING} {pool} 0")).0, OUT_OF_MEMORY);
+    // A tile looks as if it had been unmapped.
+    let (array, memory) = (session.must("array 4096 4096 64"), session.must(&format!("create {}", 2 * MIB)));
+    session.must("change-in-after 56 2 4");
+    session.must(&format!("tile {array} {memory}"));
+    session.must(&format!("release {memory}"));
+    exact(&model, &mut session, 34 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn what_the_driver_made_is_what_is_accounted() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    for (small, large, end, calls, bytes) in [
+        ("alloc 512", "alloc 104857600", "free", 0, [512, 100 * MIB]),
+        ("managed 512", "managed 104857600", "free", 0, [512, 100 * MIB]),
+        ("pitch 512 1", "pitch 1048576 100", "free", 0, [512, 100 * MIB]),
+        // The first call asks how large it is.
+        ("array 64 64", "array 1024 1024", "free-array", 1, [65536, 4 * MIB]),
+        ("array2 64 64", "array2 1024 1024", "free-array", 1, [65536, 4 * MIB]),
+        ("mipmap 64 64 1", "mipmap 512 512 1", "free-mipmap", 1, [65536, 4 * MIB]),
+        ("create 2097152", "create 104857600", "release", 0, [2 * MIB, 100 * MIB]),
+    ] {
+        let first = session.must(small);
+        exact(&model, &mut session, bytes[0]);
+        // The large one looks as if it were the small one.
+        session.must(&format!("change-out {first} {calls}"));
+        let second = session.must(large);
+        session.must(&format!("{end} {first}"));
+        exact(&model, &mut session, bytes[1]);
+        session.must(&format!("{end} {second}"));
+        exact(&model, &mut session, 0);
+    }
+    // A descriptor looks as if it were another one.
+    let memory = session.must(&format!("create {}", 2 * MIB));
+    session.must("change-out 0 0 4");
+    session.must(&format!("export {memory}"));
+    session.must(&format!("release {memory}"));
+    exact(&model, &mut session, 2 * MIB);
+}
+
+#[test]
+fn a_graph_allocates_what_is_in_it_when_it_is_made_executable() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let (small, large) = (session.must("graph"), session.must("graph"));
+    session.must(&format!("graph-alloc {small} {MIB} 0"));
+    session.must(&format!("graph-alloc {large} {} 0", 2 * CEILING));
+    // Nodes are added meanwhile.
+    session.must(&format!("hide-nodes {large}"));
+    let exec = session.must(&format!("exec {large}"));
+    assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY);
+    // The large one looks as if it were the small one.
+    let first = session.must(&format!("exec {small}"));
+    session.must(&format!("change-out {first}"));
+    let second = session.must(&format!("exec {large}"));
+    for exec in [second, session.must("was")].into_iter().filter(|exec| *exec != 0) {
+        session.call(&format!("launch {exec}"));
+    }
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn what_is_allocated_while_a_capture_ends_is_in_the_graph() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let stream = session.must("stream");
+    session.must(&format!("capture {stream}"));
+    session.must(&format!("async-while-capture-ends {} {stream}", 2 * CEILING));
+    exact(&model, &mut session, 0);
+    assert_eq!(model.passed(), 0);
+}
+
 #[test]
 fn what_the_driver_fails_to_allocate_is_given_back() {
     let Some(model) = model() else { return };

@@ -60,6 +60,7 @@ const TAKE_NONE: &[(&str, &str)] = &[
     ("cuGLSetBufferObjectMapFlags", "sets flags"),
     ("cuGraphConditionalHandleCreate", "a number within a graph"),
     ("cuGraphCreate", "a description, on the host"),
+    ("cuGraphAddMemAllocNode", "accounted when the graph runs"),
     ("cuGraphMemAllocNodeGetParams", "asks"),
     ("cuGraphRetainUserObject", "counts uses of a host object"),
     ("cuGraphicsResourceSetMapFlags", "sets flags"),

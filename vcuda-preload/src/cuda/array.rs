@@ -4,7 +4,9 @@
 
 use crate::{
     cuda::{
-        Allocated, allocate, binding, free,
+        Allocated, allocate,
+        arguments::{Out, copy_of},
+        binding, free,
         types::{
             Array, Array3dDescriptor, Array3dDescriptorV1, ArrayDescriptor, ArrayDescriptorV1, CUDA_SUCCESS,
             Result,
@@ -139,91 +141,65 @@ fn element_bytes(format: u32, channels: u32) -> u64 {
     per_channel * u64::from(channels.clamp(1, 4))
 }
 
-/// Has the driver make an array of `bytes`.
+impl From<ArrayDescriptor> for Array3dDescriptor {
+    fn from(ArrayDescriptor { width, height, format, channels }: ArrayDescriptor) -> Self {
+        Self { width, height, depth: 0, format, channels, flags: 0 }
+    }
+}
+
+impl From<ArrayDescriptorV1> for Array3dDescriptor {
+    fn from(ArrayDescriptorV1 { width, height, format, channels }: ArrayDescriptorV1) -> Self {
+        ArrayDescriptor { width: width as usize, height: height as usize, format, channels }.into()
+    }
+}
+
+impl From<Array3dDescriptorV1> for Array3dDescriptor {
+    fn from(shape: Array3dDescriptorV1) -> Self {
+        let Array3dDescriptorV1 { width, height, depth, format, channels, flags } = shape;
+        let (width, height, depth) = (width as usize, height as usize, depth as usize);
+        Self { width, height, depth, format, channels, flags }
+    }
+}
+
+/// Has the driver make an array of the application's shape, which takes as many bytes as `size` says.
 ///
 /// # Safety
-/// `call` must be a driver's function that on success writes the handle through `array`.
-unsafe fn create(array: *mut Array, bytes: u64, call: impl FnOnce() -> Result) -> Result {
-    // SAFETY: read only after success.
-    allocate(arrays, bytes, call, || Allocated { key: unsafe { *array }, bytes }, |_| {})
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuArray3DCreate_v2(
+/// Both pointers must be null or the application's, and `call` a driver's function that on success writes the handle where it
+/// is told.
+unsafe fn create<S: Copy + Into<Array3dDescriptor>>(
     array: *mut Array,
-    shape: *const Array3dDescriptor,
+    shape: *const S,
+    size: impl FnOnce(&Array3dDescriptor) -> u64,
+    call: impl FnOnce(*mut Array, *const S) -> Result,
 ) -> Result {
-    // SAFETY: null or the application's descriptor.
-    let bytes = unsafe { shape.as_ref() }.map_or(0, size_of_array);
-    // SAFETY: the arguments are the application's, for the driver to judge.
-    unsafe {
-        create(
-            array,
-            bytes,
-            || driver!(cuda::cuArray3DCreate_v2(array => *mut Array, shape => *const Array3dDescriptor)),
-        )
-    }
+    // SAFETY: the caller's promise.
+    let Some(copy) = (unsafe { copy_of(shape) }) else { return call(array, shape) };
+    let bytes = size(&copy.into());
+    // SAFETY: the caller's promise.
+    let array = unsafe { Out::new(array) };
+    let call = || call(array.room(), &raw const copy);
+    let result = allocate(arrays, bytes, call, || Allocated { key: array.value(), bytes }, |_| {});
+    array.hand_over(result)
 }
 
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuArray3DCreate(
-    array: *mut Array,
-    shape: *const Array3dDescriptorV1,
-) -> Result {
-    // SAFETY: null or the application's descriptor.
-    let bytes = unsafe { shape.as_ref() }.map_or(0, |shape| {
-        size_of_array(&Array3dDescriptor {
-            width: shape.width as usize,
-            height: shape.height as usize,
-            depth: shape.depth as usize,
-            format: shape.format,
-            channels: shape.channels,
-            flags: shape.flags,
-        })
-    });
-    // SAFETY: as above.
-    unsafe {
-        create(
-            array,
-            bytes,
-            || driver!(cuda::cuArray3DCreate(array => *mut Array, shape => *const Array3dDescriptorV1)),
-        )
-    }
+macro_rules! creates {
+    ($($symbol:ident of $shape:ty;)*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(array: *mut Array, shape: *const $shape) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            unsafe {
+                create(array, shape, size_of_array, |array, shape| {
+                    driver!(cuda::$symbol(array => *mut Array, shape => *const $shape))
+                })
+            }
+        }
+    )* };
 }
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuArrayCreate_v2(array: *mut Array, shape: *const ArrayDescriptor) -> Result {
-    // SAFETY: null or the application's descriptor.
-    let bytes = unsafe { shape.as_ref() }.map_or(0, |shape| {
-        let ArrayDescriptor { width, height, format, channels } = *shape;
-        size_of_array(&Array3dDescriptor { width, height, depth: 0, format, channels, flags: 0 })
-    });
-    // SAFETY: as above.
-    unsafe {
-        create(
-            array,
-            bytes,
-            || driver!(cuda::cuArrayCreate_v2(array => *mut Array, shape => *const ArrayDescriptor)),
-        )
-    }
-}
-
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuArrayCreate(array: *mut Array, shape: *const ArrayDescriptorV1) -> Result {
-    // SAFETY: null or the application's descriptor.
-    let bytes = unsafe { shape.as_ref() }.map_or(0, |shape| {
-        let ArrayDescriptorV1 { width, height, format, channels } = *shape;
-        let (width, height) = (width as usize, height as usize);
-        size_of_array(&Array3dDescriptor { width, height, depth: 0, format, channels, flags: 0 })
-    });
-    // SAFETY: as above.
-    unsafe {
-        create(
-            array,
-            bytes,
-            || driver!(cuda::cuArrayCreate(array => *mut Array, shape => *const ArrayDescriptorV1)),
-        )
-    }
+creates! {
+    cuArray3DCreate of Array3dDescriptorV1;
+    cuArray3DCreate_v2 of Array3dDescriptor;
+    cuArrayCreate of ArrayDescriptorV1;
+    cuArrayCreate_v2 of ArrayDescriptor;
 }
 
 #[unsafe(no_mangle)]
@@ -232,11 +208,10 @@ pub(crate) unsafe extern "C" fn cuMipmappedArrayCreate(
     shape: *const Array3dDescriptor,
     levels: u32,
 ) -> Result {
-    // SAFETY: null or the application's descriptor.
-    let bytes = unsafe { shape.as_ref() }.map_or(0, |shape| size_of_mipmapped_array(shape, levels));
-    // SAFETY: as above.
+    let size = |shape: &_| size_of_mipmapped_array(shape, levels);
+    // SAFETY: the arguments are the application's, for the driver to judge.
     unsafe {
-        create(array, bytes, || {
+        create(array, shape, size, |array, shape| {
             driver!(cuda::cuMipmappedArrayCreate(
                 array => *mut Array, shape => *const Array3dDescriptor, levels => u32,
             ))

@@ -5,8 +5,9 @@ use std::{convert::identity, ffi::c_uint, sync::atomic::Ordering::Relaxed};
 
 use crate::{
     cuda::{
+        arguments::{Out, copy_of},
         pool,
-        types::{Array, CUDA_SUCCESS, Device, DevicePtr, Handle, Result, Stream},
+        types::{Array, CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, DevicePtr, Handle, Result, Stream},
         vmm::{Number, Physical, WithOthers, follow},
     },
     real::driver,
@@ -160,24 +161,37 @@ pub(super) fn destroy_array(array: Array, call: impl FnOnce() -> Result) -> Resu
     follow(call, |physical, share| change(physical, share, |uses| uses.take_array(array)))
 }
 
+/// A copy of a list, empty where that is null; none where there is no memory for it.
+///
+/// # Safety
+/// `list` must be null or have `count` entries.
+unsafe fn copy_of_list(list: *const MapInfo, count: c_uint) -> Option<Vec<MapInfo>> {
+    let count = if list.is_null() { 0 } else { usize::try_from(count).ok()? };
+    let mut copy = Vec::new();
+    copy.try_reserve_exact(count).ok()?;
+    // SAFETY: the caller's promise.
+    copy.extend((0..count).filter_map(|at| unsafe { copy_of(list.add(at)) }));
+    Some(copy)
+}
+
 macro_rules! maps_arrays {
     ($symbol:ident, $meant:expr) => {
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(list: *mut MapInfo, count: c_uint, stream: Stream) -> Result {
             // CUmemOperationType.
             const MAP: u32 = 1;
+            // SAFETY: null or the application's.
+            let Some(mut copy) = (unsafe { copy_of_list(list, count) }) else { return CUDA_ERROR_OUT_OF_MEMORY };
+            let list = if list.is_null() { list } else { copy.as_mut_ptr() };
             follow(
-                // SAFETY: the arguments are the application's, for the driver to judge.
+                // SAFETY: the other arguments are the application's, for the driver to judge.
                 || unsafe {
                     driver!(cuda::$symbol(list => *mut MapInfo, count => c_uint, stream => Stream))
                 },
                 |physical, share| {
-                    let count = if list.is_null() { 0 } else { usize::try_from(count).unwrap_or(0) };
-                    for at in 0..count {
-                        // SAFETY: the driver has read so many.
-                        let info = unsafe { list.add(at).read() };
+                    for info in &copy {
                         let by = if info.operation == MAP { physical.use_of(info.handle) } else { None };
-                        physical.uses.replace(Part::of(&info), by, $meant(stream));
+                        physical.uses.replace(Part::of(info), by, $meant(stream));
                     }
                     change(physical, share, |uses| uses.take_left(pool::is_done));
                 },
@@ -190,21 +204,19 @@ maps_arrays!(cuMemMapArrayAsync_ptsz, |stream| if stream == 0 { CU_STREAM_PER_TH
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMulticastCreate(object: *mut Handle, properties: *const u64) -> Result {
+    // SAFETY: null or the application's.
+    let object = unsafe { Out::new(object) };
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let result = unsafe { driver!(cuda::cuMulticastCreate(object => *mut Handle, properties => *const u64)) };
+    let result =
+        unsafe { driver!(cuda::cuMulticastCreate(object.room() => *mut Handle, properties => *const u64)) };
     if result == CUDA_SUCCESS
         && let Some(share) = share()
     {
         // Handles and mappings of it come and go as those of memory do; it has none itself.
-        // SAFETY: written on success.
-        share.state().physical.lock().get_or_insert_default().insert(
-            unsafe { *object },
-            0,
-            0,
-            WithOthers::No,
-        );
+        let mut physical = share.state().physical.lock();
+        physical.get_or_insert_default().insert(object.value(), 0, 0, WithOthers::No);
     }
-    result
+    object.hand_over(result)
 }
 
 /// Notes that `bytes` of memory are bound to `object`.

@@ -4,7 +4,8 @@ use std::ffi::c_int;
 
 use crate::{
     cuda::{
-        pool, take,
+        arguments::Out,
+        graph, pool, take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result,
         },
@@ -41,6 +42,7 @@ fn destroy(
     if let Some(place) = place {
         let _kept = errno::Keep::new();
         if destroyed(result) {
+            graph::forget_streams();
             share.give_all_of(place);
         } else {
             share.remember_context(context, place);
@@ -88,16 +90,17 @@ fn key_of(device: Device) -> u64 {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Context, device: Device) -> Result {
+    // SAFETY: null or the application's.
+    let context = unsafe { Out::new(context) };
     // SAFETY: the arguments are the application's, for the driver to judge.
     let result =
-        unsafe { driver!(cuda::cuDevicePrimaryCtxRetain(context => *mut Context, device => Device)) };
+        unsafe { driver!(cuda::cuDevicePrimaryCtxRetain(context.room() => *mut Context, device => Device)) };
     if result == CUDA_SUCCESS
         && let Some(share) = share()
     {
-        // SAFETY: written on success.
-        let _ = share.state().primary_contexts.insert(key_of(device), unsafe { *context });
+        let _ = share.state().primary_contexts.insert(key_of(device), context.value());
     }
-    result
+    context.hand_over(result)
 }
 
 /// Whether the driver has torn the primary context of `device` down.

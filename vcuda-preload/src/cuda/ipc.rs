@@ -20,6 +20,7 @@ use region::{Exported, Key};
 
 use crate::{
     cuda::{
+        arguments::{Out, copy_of},
         memory, take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle, Result,
@@ -199,11 +200,14 @@ fn key_of(handle: &[u8; 64]) -> Key {
 const POSIX_FILE_DESCRIPTOR: i32 = 1;
 const FABRIC: i32 = 8;
 
-/// Notes that others may have what `handle` stands for, by what the driver has just written at `to`.
-///
-/// # Safety
-/// `to` must hold what the driver writes for `kind`.
-unsafe fn exported(physical: &mut Physical, share: &Share, handle: Handle, kind: i32, to: *const c_void) {
+/// By what others get physical memory.
+enum By {
+    Descriptor(RawFd),
+    Fabric([u8; 64]),
+}
+
+/// Notes that others may have what `handle` stands for.
+fn exported(physical: &mut Physical, share: &Share, handle: Handle, by: &By) {
     let Some(Piece { gpu, bytes: held, mut with_others, mark }) = physical.piece(handle) else { return };
     if with_others == WithOthers::No {
         let exported = share.me_if_claimed().and_then(|me| share.usage().export(me, gpu, held));
@@ -216,20 +220,17 @@ unsafe fn exported(physical: &mut Physical, share: &Share, handle: Handle, kind:
         WithOthers::Imported(exported, bytes) => (exported, bytes),
         WithOthers::No => return,
     };
-    match kind {
-        POSIX_FILE_DESCRIPTOR => {
+    match by {
+        By::Descriptor(fd) => {
             let number = share.usage().descriptor_of(exported).unwrap_or_else(|| {
                 let number = mark.unwrap_or_else(|| share.usage().new_mark(gpu));
                 share.usage().set_key(exported, Key::Descriptor(number));
                 number
             });
             physical.set_sharing(handle, with_others, Some(number));
-            // SAFETY: the caller's promise.
-            Mark { number, bytes }.put(unsafe { to.cast::<RawFd>().read() });
+            Mark { number, bytes }.put(*fd);
         }
-        // SAFETY: the caller's promise.
-        FABRIC => share.usage().set_key(exported, key_of(&unsafe { to.cast::<[u8; 64]>().read() })),
-        _ => {}
+        By::Fabric(handle) => share.usage().set_key(exported, key_of(handle)),
     }
 }
 
@@ -240,16 +241,33 @@ pub(crate) unsafe extern "C" fn cuMemExportToShareableHandle(
     kind: i32,
     flags: u64,
 ) -> Result {
-    follow(
-        // SAFETY: the arguments are the application's, for the driver to judge.
-        || unsafe {
-            driver!(cuda::cuMemExportToShareableHandle(
-                to => *mut c_void, handle => Handle, kind => i32, flags => u64,
-            ))
-        },
-        // SAFETY: written on success.
-        |physical, share| unsafe { exported(physical, share, handle, kind, to) },
-    )
+    // SAFETY: the arguments are the application's, for the driver to judge.
+    let call = |to: *mut c_void| unsafe {
+        driver!(cuda::cuMemExportToShareableHandle(
+            to => *mut c_void, handle => Handle, kind => i32, flags => u64,
+        ))
+    };
+    match kind {
+        POSIX_FILE_DESCRIPTOR => {
+            // SAFETY: null or the application's.
+            let fd = unsafe { Out::<RawFd>::new(to.cast()) };
+            let by = || By::Descriptor(fd.value());
+            let result =
+                follow(|| call(fd.room().cast()), |physical, share| exported(physical, share, handle, &by()));
+            fd.hand_over(result)
+        }
+        FABRIC => {
+            // SAFETY: null or the application's.
+            let fabric = unsafe { Out::<[u8; 64]>::new(to.cast()) };
+            let by = || By::Fabric(fabric.value());
+            let result = follow(
+                || call(fabric.room().cast()),
+                |physical, share| exported(physical, share, handle, &by()),
+            );
+            fabric.hand_over(result)
+        }
+        _ => call(to),
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -259,16 +277,22 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
     kind: i32,
 ) -> Result {
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
-    let (mut key, mut mark) = (None, None);
+    let (mut key, mut mark, mut fabric) = (None, None, None);
     match kind {
         POSIX_FILE_DESCRIPTOR => {
             mark = RawFd::try_from(from.addr()).ok().and_then(Mark::of);
             key = mark.map(|mark| Key::Descriptor(mark.number));
         }
-        // SAFETY: null or the application's handle, which the driver reads as well.
-        FABRIC => key = unsafe { from.cast::<[u8; 64]>().as_ref() }.map(key_of),
+        FABRIC => {
+            // SAFETY: null or the application's handle.
+            fabric = unsafe { copy_of(from.cast::<[u8; 64]>()) };
+            key = fabric.as_ref().map(key_of);
+        }
         _ => {}
     }
+    let from = fabric.as_mut().map_or(from, |copy| copy.as_mut_ptr().cast());
+    // SAFETY: null or the application's.
+    let handle = unsafe { Out::new(handle) };
     let mut physical = share.state().physical.lock();
     let imported = key.and_then(|key| physical.get_or_insert_default().others.import(share, key));
     let mut taken = None;
@@ -291,13 +315,11 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
     // SAFETY: the arguments are the application's, for the driver to judge.
     let result = unsafe {
         driver!(cuda::cuMemImportFromShareableHandle(
-            handle => *mut Handle, from => *mut c_void, kind => i32,
+            handle.room() => *mut Handle, from => *mut c_void, kind => i32,
         ))
     };
     let known = physical.get_or_insert_default();
     if result == CUDA_SUCCESS {
-        // SAFETY: written on success.
-        let handle = unsafe { *handle };
         let (gpu, bytes, with_others) = match (imported, taken) {
             (Some(exported), _) => {
                 let bytes = mark.map_or(0, |mark| mark.bytes);
@@ -305,16 +327,16 @@ pub(crate) unsafe extern "C" fn cuMemImportFromShareableHandle(
             }
             (None, Some(piece)) => (piece.gpu, piece.bytes, WithOthers::No),
             // Of another container, or unmarked: on its maker's account.
-            (None, None) => return result,
+            (None, None) => return handle.hand_over(result),
         };
-        known.insert(handle, gpu, bytes, with_others);
-        known.set_sharing(handle, with_others, mark.map(|mark| mark.number));
+        known.insert(handle.value(), gpu, bytes, with_others);
+        known.set_sharing(handle.value(), with_others, mark.map(|mark| mark.number));
     } else if let Some(exported) = imported {
         known.others.let_go(share, exported);
     } else if let Some(piece) = taken {
         known.others.done_with(share, piece);
     }
-    result
+    handle.hand_over(result)
 }
 
 // ---- blocks --------------------------------------------------------------------------------------------------------
@@ -362,29 +384,32 @@ pub(crate) unsafe extern "C" fn cuMemGetHandleForAddressRange(
     /// CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.
     const DMA_BUF: i32 = 1;
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let call = || unsafe {
+    let call = |to: *mut c_void| unsafe {
         driver!(cuda::cuMemGetHandleForAddressRange(
             to => *mut c_void, address => DevicePtr, bytes => usize, kind => i32, flags => u64,
         ))
     };
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
+    if kind != DMA_BUF {
+        return call(to);
+    }
     let mut physical = share.state().physical.lock();
-    let result = call();
-    if result != CUDA_SUCCESS || kind != DMA_BUF {
+    // SAFETY: null or the application's.
+    let fd = unsafe { Out::<RawFd>::new(to.cast()) };
+    let result = call(fd.room().cast());
+    if result != CUDA_SUCCESS {
         return result;
     }
-    // SAFETY: written on success.
-    let fd: RawFd = unsafe { to.cast::<RawFd>().read() };
     let physical = physical.get_or_insert_default();
     let new = |gpu| share.usage().new_mark(gpu);
     if let Some((base, block)) = block_at(share, address) {
         let number = *physical.others.marks.entry(base).or_insert_with(|| new(block.gpu));
         let _ = memory::blocks(share).insert(base, Block { exported: true, ..block }.pack());
-        Mark { number, bytes: block.bytes }.put(fd);
+        Mark { number, bytes: block.bytes }.put(fd.value());
     } else {
-        physical.mark_all(address, bytes as u64, new, |number, bytes| Mark { number, bytes }.put(fd));
+        physical.mark_all(address, bytes as u64, new, |number, bytes| Mark { number, bytes }.put(fd.value()));
     }
-    result
+    fd.hand_over(result)
 }
 
 /// A context is gone, and with it what was opened in it.
@@ -424,28 +449,38 @@ fn exported_block(share: &'static Share, address: DevicePtr, handle: &IpcHandle)
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: DevicePtr) -> Result {
+    // SAFETY: null or the application's.
+    let handle = unsafe { Out::new(handle) };
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let result = unsafe { driver!(cuda::cuIpcGetMemHandle(handle => *mut IpcHandle, address => DevicePtr)) };
+    let result =
+        unsafe { driver!(cuda::cuIpcGetMemHandle(handle.room() => *mut IpcHandle, address => DevicePtr)) };
     if result == CUDA_SUCCESS
         && let Some(share) = share()
     {
-        // SAFETY: written on success.
-        let _ = exported_block(share, address, unsafe { &*handle });
+        let _ = exported_block(share, address, &handle.value());
     }
-    result
+    handle.hand_over(result)
 }
 
-fn open(address: *const DevicePtr, handle: &IpcHandle, call: impl FnOnce() -> Result) -> Result {
+/// # Safety
+/// `address` must be null or the application's, and `call` a driver's function that on success writes the address where it is
+/// told.
+unsafe fn open(
+    address: *mut DevicePtr,
+    handle: &IpcHandle,
+    call: impl FnOnce(*mut DevicePtr) -> Result,
+) -> Result {
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     let context = share.here().map_or(0, |Place { context, .. }| context);
     let mut physical = share.state().physical.lock();
     let imported = physical.get_or_insert_default().others.import(share, key_of(&handle.0));
-    let result = call();
+    // SAFETY: the caller's promise.
+    let address = unsafe { Out::new(address) };
+    let result = call(address.room());
     if let Some(exported) = imported {
         let others = &mut physical.get_or_insert_default().others;
         if result == CUDA_SUCCESS {
-            // SAFETY: written on success.
-            let opened = others.opened.entry(unsafe { *address }).or_insert((exported, 0, context));
+            let opened = others.opened.entry(address.value()).or_insert((exported, 0, context));
             opened.1 += 1;
             if opened.1 > 1 {
                 // Opened once more, it is the same, and goes when it is closed as often.
@@ -455,7 +490,7 @@ fn open(address: *const DevicePtr, handle: &IpcHandle, call: impl FnOnce() -> Re
             others.let_go(share, exported);
         }
     }
-    result
+    address.hand_over(result)
 }
 
 macro_rules! opens {
@@ -463,9 +498,11 @@ macro_rules! opens {
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(address: *mut DevicePtr, handle: IpcHandle, flags: u32) -> Result {
             // SAFETY: the arguments are the application's, for the driver to judge.
-            open(address, &handle, || unsafe {
-                driver!(cuda::$symbol(address => *mut DevicePtr, handle => IpcHandle, flags => u32))
-            })
+            unsafe {
+                open(address, &handle, |address| {
+                    driver!(cuda::$symbol(address => *mut DevicePtr, handle => IpcHandle, flags => u32))
+                })
+            }
         }
     )* };
 }

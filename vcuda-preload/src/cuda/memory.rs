@@ -6,7 +6,9 @@
 
 use crate::{
     cuda::{
-        Allocated, allocate, free,
+        Allocated, allocate,
+        arguments::Out,
+        free,
         types::{DevicePtr, Result},
     },
     map::Map,
@@ -29,16 +31,19 @@ pub(super) fn taken(bytes: u64) -> u64 {
 }
 
 /// # Safety
-/// `call` must be a driver's function that on success writes the address through `address`.
+/// `address` must be null or the application's, and `call` a driver's function that on success writes the address where it is
+/// told.
 pub(super) unsafe fn allocate_linear(
     address: *mut DevicePtr,
     bytes: usize,
-    call: impl FnOnce() -> Result,
+    call: impl FnOnce(*mut DevicePtr) -> Result,
 ) -> Result {
     let bytes = taken(bytes as u64);
-    // SAFETY: read only after success, when the driver has written it.
-    let outcome = || Allocated { key: unsafe { *address }, bytes };
-    allocate(blocks, bytes, call, outcome, |_| {})
+    // SAFETY: the caller's promise.
+    let address = unsafe { Out::new(address) };
+    let outcome = || Allocated { key: address.value(), bytes };
+    let result = allocate(blocks, bytes, || call(address.room()), outcome, |_| {});
+    address.hand_over(result)
 }
 
 #[unsafe(no_mangle)]
@@ -48,7 +53,7 @@ pub(crate) unsafe extern "C" fn cuMemAlloc_v2(address: *mut DevicePtr, bytes: us
         allocate_linear(
             address,
             bytes,
-            || driver!(cuda::cuMemAlloc_v2(address => *mut DevicePtr, bytes => usize)),
+            |address| driver!(cuda::cuMemAlloc_v2(address => *mut DevicePtr, bytes => usize)),
         )
     }
 }
@@ -64,7 +69,7 @@ pub(crate) unsafe extern "C" fn cuMemAllocManaged(
         allocate_linear(
             address,
             bytes,
-            || driver!(cuda::cuMemAllocManaged(address => *mut DevicePtr, bytes => usize, flags => u32)),
+            |address| driver!(cuda::cuMemAllocManaged(address => *mut DevicePtr, bytes => usize, flags => u32)),
         )
     }
 }
@@ -82,21 +87,24 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch_v2(
 ) -> Result {
     let rows = height as u64;
     let expected = (width_bytes as u64).saturating_add(PITCH_BYTES - 1) / PITCH_BYTES * PITCH_BYTES;
-    allocate(
+    // SAFETY: null or the application's.
+    let (address, pitch) = unsafe { (Out::new(address), Out::new(pitch)) };
+    let result = allocate(
         blocks,
         taken(expected.saturating_mul(rows)),
         // SAFETY: the arguments are the application's, for the driver to judge.
         || unsafe {
             driver!(cuda::cuMemAllocPitch_v2(
-                address => *mut DevicePtr, pitch => *mut usize, width_bytes => usize, height => usize,
+                address.room() => *mut DevicePtr, pitch.room() => *mut usize, width_bytes => usize, height => usize,
                 element_bytes => u32,
             ))
         },
-        // SAFETY: both are written on success.
-        || unsafe { Allocated { key: *address, bytes: taken((*pitch as u64).saturating_mul(rows)) } },
+        || Allocated { key: address.value(), bytes: taken((pitch.value() as u64).saturating_mul(rows)) },
         // SAFETY: just allocated, and known to nobody.
         |address| _ = unsafe { driver!(cuda::cuMemFree_v2(address => DevicePtr)) },
-    )
+    );
+    pitch.hand_over(result);
+    address.hand_over(result)
 }
 
 #[unsafe(no_mangle)]
@@ -110,10 +118,13 @@ pub(crate) unsafe extern "C" fn cuMemFree_v2(address: DevicePtr) -> Result {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMemAlloc(address: *mut u32, bytes: u32) -> Result {
     let size = taken(u64::from(bytes));
+    // SAFETY: null or the application's.
+    let address = unsafe { Out::new(address) };
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let call = || unsafe { driver!(cuda::cuMemAlloc(address => *mut u32, bytes => u32)) };
-    // SAFETY: written on success.
-    allocate(blocks, size, call, || Allocated { key: u64::from(unsafe { *address }), bytes: size }, |_| {})
+    let call = || unsafe { driver!(cuda::cuMemAlloc(address.room() => *mut u32, bytes => u32)) };
+    let outcome = || Allocated { key: address.value().into(), bytes: size };
+    let result = allocate(blocks, size, call, outcome, |_| {});
+    address.hand_over(result)
 }
 
 #[unsafe(no_mangle)]
@@ -125,22 +136,26 @@ pub(crate) unsafe extern "C" fn cuMemAllocPitch(
     element_bytes: u32,
 ) -> Result {
     let rows = u64::from(height);
-    allocate(
+    // SAFETY: null or the application's.
+    let (address, pitch) = unsafe { (Out::new(address), Out::new(pitch)) };
+    let result = allocate(
         blocks,
         taken(u64::from(width_bytes).next_multiple_of(PITCH_BYTES).saturating_mul(rows)),
         // SAFETY: the arguments are the application's, for the driver to judge.
         || unsafe {
             driver!(cuda::cuMemAllocPitch(
-                address => *mut u32, pitch => *mut u32, width_bytes => u32, height => u32, element_bytes => u32,
+                address.room() => *mut u32, pitch.room() => *mut u32, width_bytes => u32, height => u32, element_bytes => u32,
             ))
         },
-        // SAFETY: both are written on success.
-        || unsafe {
-            Allocated { key: u64::from(*address), bytes: taken(u64::from(*pitch).saturating_mul(rows)) }
+        || Allocated {
+            key: address.value().into(),
+            bytes: taken(u64::from(pitch.value()).saturating_mul(rows)),
         },
         // SAFETY: just allocated, and known to nobody.
         |address| _ = unsafe { driver!(cuda::cuMemFree_v2(address => DevicePtr)) },
-    )
+    );
+    pitch.hand_over(result);
+    address.hand_over(result)
 }
 
 #[unsafe(no_mangle)]

@@ -4,6 +4,7 @@
 //! Those that allocate all do the same: take from the share before the driver allocates, give back what the driver did not
 //! allocate, and leave every other judgement of arguments, and every return code but out-of-memory, to the driver.
 
+mod arguments;
 mod array;
 pub(crate) mod binding;
 mod context;

@@ -14,10 +14,11 @@ use std::{
 
 use crate::{
     cuda::{
-        free, graph, memory, take, take_quietly,
+        arguments::{Out, copy_of},
+        free, memory, take, take_quietly,
         types::{
-            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, DevicePtr,
-            Pool as Handle, Properties, Result, Stream,
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, DevicePtr, Graph,
+            Pool as Handle, PoolProperties, Result, Stream,
         },
         whole,
     },
@@ -255,10 +256,25 @@ fn is_allowed(handle: Handle, which: i32) -> bool {
     !attribute(handle, which, (&raw mut allowed).cast()) || allowed != 0
 }
 
-/// Whether all work in a stream is done.
+/// Whether all work in a stream is known to be done.
 pub(super) fn is_done(stream: Stream) -> bool {
-    // SAFETY: a stream that was not destroyed (`forget_stream`), for the driver to judge.
-    unsafe { driver!(cuda::cuStreamQuery(stream => Stream)) == CUDA_SUCCESS }
+    ask(stream) == Some(CUDA_SUCCESS)
+}
+
+/// Whether a stream is known to have work that is not done.
+pub(super) fn is_at_work(stream: Stream) -> bool {
+    const CUDA_ERROR_NOT_READY: Result = 600;
+    ask(stream) == Some(CUDA_ERROR_NOT_READY)
+}
+
+/// What the driver says of work in a stream; none while that is captured, which the question would end.
+fn ask(stream: Stream) -> Option<Result> {
+    let mut status = 0;
+    // SAFETY: a stream that was not destroyed (`forget_stream`), for the driver to judge; `status` outlives the call.
+    unsafe {
+        let known = driver!(cuda::cuStreamIsCapturing(stream => Stream, &raw mut status => *mut i32));
+        (known == CUDA_SUCCESS && status == 0).then(|| driver!(cuda::cuStreamQuery(stream => Stream)))
+    }
 }
 
 /// Has `stream` wait for what is in `other` now, as the driver does where it inserts a dependency. False if it cannot.
@@ -291,20 +307,24 @@ fn is_capturing(stream: Stream) -> bool {
 /// Has the driver allocate `bytes` from `pool`, or from the one that is current for the device of `stream`.
 ///
 /// # Safety
-/// `call` must be a driver's function that on success writes the address through `address`.
+/// `address` must be null or the application's, and `call` a driver's function that on success writes the address where it is
+/// told.
 unsafe fn allocate(
     address: *mut DevicePtr,
     bytes: usize,
     pool: Option<Handle>,
     stream: Stream,
-    call: impl FnOnce() -> Result,
+    call: impl FnOnce(*mut DevicePtr) -> Result,
 ) -> Result {
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     if is_capturing(stream) {
-        graph::will_allocate(share);
-        return call();
+        // What is captured takes its memory when the graph runs; if the capture had ended, it would now.
+        let _ends_later = share.state().capture_ending.lock();
+        if is_capturing(stream) {
+            return call(address);
+        }
     }
-    let Some(Place { gpu, device, .. }) = share.here_in(stream) else { return call() };
+    let Some(Place { gpu, device, .. }) = share.here_in(stream) else { return call(address) };
     let Some(handle) = pool.or_else(|| current(device)) else {
         // SAFETY: the caller's promise.
         return unsafe { memory::allocate_linear(address, bytes, call) };
@@ -320,7 +340,7 @@ unsafe fn allocate(
         // A device that is none of ours has no memory for us; the host's is not the share's.
         let foreign = account.foreign;
         drop(account);
-        return if foreign { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
+        return if foreign { CUDA_ERROR_OUT_OF_MEMORY } else { call(address) };
     };
 
     let (bytes, before) = (whole(bytes as u64), account.charged);
@@ -328,13 +348,14 @@ unsafe fn allocate(
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     let expected = account.charged - before;
-    let result = call();
+    // SAFETY: the caller's promise.
+    let address = unsafe { Out::new(address) };
+    let result = call(address.room());
     if result != CUDA_SUCCESS {
         account.settle(share, handle, true);
         return result;
     }
-    // SAFETY: written on success.
-    let made = unsafe { *address };
+    let made = address.value();
     if !account.settle(share, handle, false) {
         // It grew by more than was expected, and than there is.
         // SAFETY: just allocated, and known to nobody; pool and stream are the application's.
@@ -357,7 +378,7 @@ unsafe fn allocate(
     let part_of = PartOf::Pool(u16::try_from(number).unwrap_or(0));
     let block = Block { bytes, gpu: gpu_of_pool, part_of, exported: false };
     let _ = share.state().blocks.insert(made, block.pack());
-    CUDA_SUCCESS
+    address.hand_over(result)
 }
 
 /// What is at `address` is about to be freed in `stream`.
@@ -429,23 +450,30 @@ pub(super) fn reset(share: &'static Share, gpu: Option<usize>) {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn cuMemPoolCreate(pool: *mut Handle, properties: *const Properties) -> Result {
+pub(crate) unsafe extern "C" fn cuMemPoolCreate(
+    pool: *mut Handle,
+    properties: *const PoolProperties,
+) -> Result {
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let result =
-        unsafe { driver!(cuda::cuMemPoolCreate(pool => *mut Handle, properties => *const Properties)) };
+    let call = |pool, properties| unsafe {
+        driver!(cuda::cuMemPoolCreate(pool => *mut Handle, properties => *const PoolProperties))
+    };
+    // SAFETY: null or the application's.
+    let Some(copy) = (unsafe { copy_of(properties) }) else { return call(pool, properties) };
+    // SAFETY: null or the application's.
+    let pool = unsafe { Out::new(pool) };
+    let result = call(pool.room(), &raw const copy);
     if result == CUDA_SUCCESS
         && let Some(share) = share()
     {
-        // SAFETY: the driver has read the one and written the other.
-        let (handle, properties) = unsafe { (*pool, *properties) };
-        let memory = properties.device().map_or(Memory::Host, |device| Memory::of_device(share, device));
-        if find_or_make(share, handle, memory).is_none() {
+        let memory = copy.begin.device().map_or(Memory::Host, |device| Memory::of_device(share, device));
+        if find_or_make(share, pool.value(), memory).is_none() {
             // SAFETY: just made, and known to nobody.
-            unsafe { driver!(cuda::cuMemPoolDestroy(handle => Handle)) };
+            unsafe { driver!(cuda::cuMemPoolDestroy(pool.value() => Handle)) };
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
     }
-    result
+    pool.hand_over(result)
 }
 
 #[unsafe(no_mangle)]
@@ -478,7 +506,7 @@ pub(crate) unsafe extern "C" fn cuMemPoolTrimTo(pool: Handle, keep: usize) -> Re
 }
 
 /// To functions whose name ends in `_ptsz`, null is the thread's own default stream.
-fn per_thread(stream: Stream) -> Stream {
+pub(super) fn per_thread(stream: Stream) -> Stream {
     if stream == 0 { CU_STREAM_PER_THREAD } else { stream }
 }
 
@@ -492,7 +520,7 @@ macro_rules! allocates {
         ) -> Result {
             // SAFETY: the arguments are the application's, for the driver to judge.
             unsafe {
-                allocate(address, bytes, None, $meant(stream), || {
+                allocate(address, bytes, None, $meant(stream), |address| {
                     driver!(cuda::$from_current(address => *mut DevicePtr, bytes => usize, stream => Stream))
                 })
             }
@@ -507,7 +535,7 @@ macro_rules! allocates {
         ) -> Result {
             // SAFETY: the arguments are the application's, for the driver to judge.
             unsafe {
-                allocate(address, bytes, Some(pool), $meant(stream), || {
+                allocate(address, bytes, Some(pool), $meant(stream), |address| {
                     driver!(cuda::$from_pool(
                         address => *mut DevicePtr, bytes => usize, pool => Handle, stream => Stream,
                     ))
@@ -518,6 +546,18 @@ macro_rules! allocates {
 }
 allocates!(cuMemAllocAsync, cuMemAllocFromPoolAsync, std::convert::identity);
 allocates!(cuMemAllocAsync_ptsz, cuMemAllocFromPoolAsync_ptsz, per_thread);
+
+macro_rules! ends_capture {
+    ($($symbol:ident),*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(stream: Stream, graph: *mut Graph) -> Result {
+            let _captured = share().map(|share| share.state().capture_ending.lock());
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            unsafe { driver!(cuda::$symbol(stream => Stream, graph => *mut Graph)) }
+        }
+    )* };
+}
+ends_capture!(cuStreamEndCapture, cuStreamEndCapture_ptsz);
 
 macro_rules! frees {
     ($symbol:ident, $meant:expr) => {

@@ -50,6 +50,7 @@ macro_rules! destroys_stream {
             pace::forget_stream(stream);
             pool::forget_stream(stream);
             binding::forget_stream(stream);
+            graph::forget_stream(stream);
             // SAFETY: the argument is the application's, for the driver to judge.
             unsafe { driver!(cuda::$symbol(stream => Stream)) }
         }

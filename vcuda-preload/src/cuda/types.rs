@@ -76,7 +76,25 @@ pub(crate) struct Array3dDescriptor {
     pub flags: u32,
 }
 
-/// Beginning of `CUmemAllocationProp`, and of `CUmemPoolProps`.
+/// `CUmemAllocationProp`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct AllocationProperties {
+    pub begin: Properties,
+    rest: [u64; 2],
+}
+const _: () = assert!(size_of::<AllocationProperties>() == 32);
+
+/// `CUmemPoolProps`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct PoolProperties {
+    pub begin: Properties,
+    rest: [u64; 9],
+}
+const _: () = assert!(size_of::<PoolProperties>() == 88);
+
+/// Beginning of both.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct Properties {

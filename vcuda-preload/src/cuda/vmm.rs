@@ -7,12 +7,13 @@ use region::Exported;
 
 use crate::{
     cuda::{
+        arguments::{Out, copy_of},
         binding::Uses,
         ipc::Others,
         take,
         types::{
-            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, DevicePtr, Handle,
-            Properties, Result,
+            AllocationProperties, CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS,
+            DevicePtr, Handle, Result,
         },
         whole,
     },
@@ -225,35 +226,37 @@ pub(super) fn follow(
 pub(crate) unsafe extern "C" fn cuMemCreate(
     handle: *mut Handle,
     bytes: usize,
-    properties: *const Properties,
+    properties: *const AllocationProperties,
     flags: u64,
 ) -> Result {
     // SAFETY: the arguments are the application's, for the driver to judge.
-    let call = || unsafe {
+    let call = |handle, properties| unsafe {
         driver!(cuda::cuMemCreate(
-            handle => *mut Handle, bytes => usize, properties => *const Properties, flags => u64,
+            handle => *mut Handle, bytes => usize, properties => *const AllocationProperties, flags => u64,
         ))
     };
     // SAFETY: null or the application's.
-    let Some(device) = unsafe { properties.as_ref() }.and_then(Properties::device) else { return call() };
+    let Some(copy) = (unsafe { copy_of(properties) }) else { return call(handle, properties) };
+    let Some(device) = copy.begin.device() else { return call(handle, &raw const copy) };
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     let bytes = whole(bytes as u64);
     let Some(gpu) = share.gpu_of_device(device) else {
         // No device of this share. If it is none at all, the driver says so.
-        return if is_device(device) { CUDA_ERROR_OUT_OF_MEMORY } else { call() };
+        return if is_device(device) { CUDA_ERROR_OUT_OF_MEMORY } else { call(handle, &raw const copy) };
     };
     if !take(share, gpu, bytes) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    let result = call();
-    if result != CUDA_SUCCESS {
+    // SAFETY: null or the application's.
+    let handle = unsafe { Out::new(handle) };
+    let result = call(handle.room(), &raw const copy);
+    if result == CUDA_SUCCESS {
+        let mut physical = share.state().physical.lock();
+        physical.get_or_insert_default().insert(handle.value(), gpu, bytes, WithOthers::No);
+    } else {
         share.give(gpu, bytes);
-        return result;
     }
-    let mut physical = share.state().physical.lock();
-    // SAFETY: written on success.
-    physical.get_or_insert_default().insert(unsafe { *handle }, gpu, bytes, WithOthers::No);
-    result
+    handle.hand_over(result)
 }
 
 fn is_device(device: i32) -> bool {
@@ -277,12 +280,16 @@ pub(crate) unsafe extern "C" fn cuMemRetainAllocationHandle(
     handle: *mut Handle,
     address: DevicePtr,
 ) -> Result {
-    follow(
+    // SAFETY: null or the application's.
+    let handle = unsafe { Out::new(handle) };
+    let result = follow(
         // SAFETY: the arguments are the application's, for the driver to judge.
-        || unsafe { driver!(cuda::cuMemRetainAllocationHandle(handle => *mut Handle, address => DevicePtr)) },
-        // SAFETY: written on success.
-        |physical, _| physical.retain(unsafe { *handle }, address),
-    )
+        || unsafe {
+            driver!(cuda::cuMemRetainAllocationHandle(handle.room() => *mut Handle, address => DevicePtr))
+        },
+        |physical, _| physical.retain(handle.value(), address),
+    );
+    handle.hand_over(result)
 }
 
 #[unsafe(no_mangle)]

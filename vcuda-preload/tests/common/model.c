@@ -136,6 +136,27 @@ static int take(int gpu, uint64_t bytes) {
 
 static void give(int gpu, uint64_t bytes) { state->clients[self].used[gpu] -= bytes; }
 
+/* What another thread of the application does while the driver is at it: memory that an argument points to changes as a call
+ * begins, or when it is done. What was there then is told. */
+static struct { int armed, at_end, calls; void *at; size_t size; char with[128], was[128]; } change;
+void modelChanges(int at_end, int after_calls, void *at, const void *with, size_t size) {
+    change.armed = 1, change.at_end = at_end, change.calls = after_calls, change.at = at, change.size = size;
+    memcpy(change.with, with, size);
+}
+uint64_t modelWas(void) { return *(uint64_t *)change.was; }
+static int meanwhile(int at_end) {
+    if (change.armed && change.at_end == at_end && !change.calls--) {
+        memcpy(change.was, change.at, change.size);
+        memcpy(change.at, change.with, change.size);
+        change.armed = 0;
+    }
+    return 1;
+}
+static unsigned pause_us;
+void modelPauses(unsigned us) { pause_us = us; }
+static void after_it(int *begun) { meanwhile(*begun); }
+#define CHANGED_MEANWHILE __attribute__((cleanup(after_it))) int begun = meanwhile(0)
+
 /* Test control, looked up in this very library. */
 void modelFailNext(int times) { fail_next = times; }
 uint64_t modelHeld(int gpu) { return state->clients[self].used[gpu]; }
@@ -244,6 +265,7 @@ int cuCtxGetApiVersion(struct context *context, unsigned *version) {
     return context->alive ? (*version = 3020, OK) : INVALID_CONTEXT;
 }
 int cuDevicePrimaryCtxRetain(struct context **context, int device) {
+    CHANGED_MEANWHILE;
     if (!state || device < 0 || device >= device_count)
         return INVALID_DEVICE;
     if (!primary_contexts[device].alive)
@@ -336,6 +358,7 @@ static void drop_block(struct block *block) {
 }
 
 static int allocate(uint64_t *address, uint64_t bytes) {
+    CHANGED_MEANWHILE;
     if (!state)
         return NOT_INITIALIZED;
     if (!CURRENT)
@@ -470,13 +493,16 @@ static int make_array(struct array **array, uint64_t size, int mapped_later) {
     return OK;
 }
 int cuArray3DCreate_v2(struct array **array, const struct shape *shape) {
+    CHANGED_MEANWHILE;
     return make_array(array, size_of(shape), !!(shape->flags & 0xc0));
 }
 int cuArrayCreate_v2(struct array **array, const void *shape) {
+    CHANGED_MEANWHILE;
     const struct { size_t width, height; unsigned format, channels; } *of = shape;
     return make_array(array, size_of(&(struct shape){of->width, of->height, 0, of->format, of->channels, 0}), 0);
 }
 int cuMipmappedArrayCreate(struct array **array, const struct shape *shape, unsigned levels) {
+    CHANGED_MEANWHILE;
     uint64_t size = 0;
     struct shape level = *shape;
     for (unsigned n = 0; n < levels; n++) {
@@ -520,6 +546,7 @@ static void unmap(struct physical *physical) {
     settle(physical);
 }
 int cuMemCreate(struct physical **handle, size_t bytes, const struct properties *properties, uint64_t flags) {
+    CHANGED_MEANWHILE;
     (void)flags;
     if (!state)
         return NOT_INITIALIZED;
@@ -599,6 +626,7 @@ static int describe(int shared) {
     return fd;
 }
 int cuMemExportToShareableHandle(void *to, struct physical *of, int kind, uint64_t flags) {
+    CHANGED_MEANWHILE;
     if (flags || !of || !of->handles || of->gpu < 0)
         return INVALID_VALUE;
     pthread_mutex_lock(&lock);
@@ -636,6 +664,7 @@ int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t address) {
 }
 struct ipc { uint64_t words[8]; };
 int cuIpcGetMemHandle(struct ipc *handle, uint64_t address) {
+    CHANGED_MEANWHILE;
     struct block *block = block_at(BASE + (address - BASE) / (2 * MIB) * (2 * MIB));
     if (!block || block->pool)
         return INVALID_VALUE;
@@ -783,6 +812,7 @@ static void drop_tiles(struct array *of_array) {
         }
 }
 int cuMemMapArrayAsync(struct map_info *list, unsigned count, struct stream *stream) {
+    CHANGED_MEANWHILE;
     pthread_mutex_lock(&lock);
     for (; count--; list++) {
         for (int n = 0; n < TILES; n++)
@@ -839,6 +869,7 @@ int cuDeviceGetMemPool(struct pool **pool, int device) { return *pool = pool_of(
 int cuDeviceGetDefaultMemPool(struct pool **pool, int device) { return pool_of(device), *pool = &default_pools[device], OK; }
 int cuDeviceSetMemPool(int device, struct pool *pool) { return current_pools[device] = pool, OK; }
 int cuMemPoolCreate(struct pool **pool, const struct properties *properties) {
+    CHANGED_MEANWHILE;
     *pool = calloc(1, sizeof **pool);
     (*pool)->gpu = properties->location_kind == 1 ? gpu_of(properties->location) : -1;
     return OK;
@@ -869,7 +900,11 @@ static void pool_free(struct pool *pool, uint64_t bytes) {
         pool_shrink(pool, 0);
 }
 static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address);
+static int add_free_node(struct graph *graph, uint64_t address);
 int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, struct stream *stream) {
+    CHANGED_MEANWHILE;
+    usleep(pause_us);
+    pause_us = 0;
     if (!bytes || !address)
         return INVALID_VALUE;
     if ((uintptr_t)stream > 2 && stream->capture)
@@ -905,7 +940,7 @@ int cuMemAllocAsync_ptsz(uint64_t *address, size_t bytes, struct stream *stream)
 }
 int cuMemFreeAsync(uint64_t address, struct stream *stream) {
     if ((uintptr_t)stream > 2 && stream->capture)
-        return OK;
+        return add_free_node(stream->capture, address);
     pthread_mutex_lock(&lock);
     struct block *block = block_at(address);
     for (int n = 0; block && block->pool && n < PENDING; n++)
@@ -1029,19 +1064,48 @@ int cuDevicePrimaryCtxReset_v2(int device) {
     return OK;
 }
 
-/* ---- graphs: chains of nodes, of which only those that allocate do anything ---- */
+/* ---- graphs: chains of nodes, of which only those that allocate and free do anything ---- */
 
-struct node { int kind, device; uint64_t bytes; struct graph *inner; };
+struct node { int kind, device; uint64_t bytes, address; struct graph *inner; };
 struct graph { int count; struct node nodes[64]; };
-struct exec { int mapped, device; uint64_t bytes; struct exec *next; };
+/* Graphs of one stream have the same memory, one after the other. One that is launched in another stream has that one's, of which
+ * the driver may pull some from a stream that is idle, and so has one after memory was left behind in its stream. */
+struct exec { struct stream *mapped_in; int device, leaves, left; uint64_t bytes; struct exec *next; };
 static struct exec *execs;
-static uint64_t graph_reserved[GPUS];
+static struct { struct stream *of; uint64_t bytes[GPUS]; } graph_memory[64];
+static uint64_t graph_left[GPUS]; /* what was left behind, which is nobody's to use */
+static uint64_t *graph_memory_of(struct stream *stream) {
+    int n = 0;
+    while (graph_memory[n].of && graph_memory[n].of != stream)
+        n++;
+    graph_memory[n].of = stream;
+    return graph_memory[n].bytes;
+}
+static void unmap_execs(int device, struct stream *in) {
+    for (struct exec *exec = execs; exec; exec = exec->next)
+        if (exec->device == device && exec->mapped_in == in)
+            exec->mapped_in = NULL;
+}
+static uint64_t graph_reserved(int device) {
+    uint64_t sum = graph_left[device];
+    for (int n = 0; n < 64; n++)
+        sum += graph_memory[n].bytes[device];
+    return sum;
+}
 
 int cuGraphCreate(struct graph **graph, unsigned flags) { return (void)flags, *graph = calloc(1, sizeof **graph), OK; }
 static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address) {
-    graph->nodes[graph->count++] = (struct node){10, device, bytes, NULL};
-    return *address = 0x7c0000000000ull + (uint64_t)rand() * MIB, OK;
+    *address = 0x7c0000000000ull + (uint64_t)rand() * MIB;
+    return graph->nodes[graph->count++] = (struct node){10, device, bytes, *address, NULL}, OK;
 }
+static int add_free_node(struct graph *graph, uint64_t address) {
+    return graph->nodes[graph->count++] = (struct node){11, 0, 0, address, NULL}, OK;
+}
+int cuGraphAddMemFreeNode(struct node **node, struct graph *graph, void *after, size_t count, uint64_t address) {
+    (void)after, (void)count;
+    return *node = &graph->nodes[graph->count], add_free_node(graph, address);
+}
+int cuGraphMemFreeNodeGetParams(struct node *node, uint64_t *address) { return *address = node->address, OK; }
 struct alloc { struct properties pool; uint64_t rest[9]; void *access; size_t access_count, bytes; uint64_t address; };
 int cuGraphAddMemAllocNode(struct node **node, struct graph *graph, void *after, size_t count, struct alloc *alloc) {
     (void)after, (void)count;
@@ -1051,7 +1115,7 @@ int cuGraphAddMemAllocNode(struct node **node, struct graph *graph, void *after,
 int cuGraphAddChildGraphNode(struct node **node, struct graph *graph, void *after, size_t count, struct graph *inner) {
     (void)after, (void)count;
     *node = &graph->nodes[graph->count];
-    graph->nodes[graph->count++] = (struct node){4, 0, 0, inner};
+    graph->nodes[graph->count++] = (struct node){4, 0, 0, 0, inner};
     return OK;
 }
 int cuGraphGetNodes(struct graph *graph, struct node **nodes, size_t *count) {
@@ -1064,7 +1128,7 @@ int cuGraphChildGraphNodeGetGraph(struct node *node, struct graph **graph) { ret
 int cuGraphMemAllocNodeGetParams(struct node *node, struct alloc *alloc) {
     memset(alloc, 0, sizeof *alloc);
     alloc->pool = (struct properties){1, 0, 1, node->device};
-    return alloc->bytes = node->bytes, OK;
+    return alloc->bytes = node->bytes, alloc->address = node->address, OK;
 }
 /* Small allocations share pages. */
 static void add_up(struct graph *graph, uint64_t *large, uint64_t *small) {
@@ -1072,9 +1136,9 @@ static void add_up(struct graph *graph, uint64_t *large, uint64_t *small) {
         uint64_t bytes = graph->nodes[n].bytes;
         if (graph->nodes[n].kind == 4)
             add_up(graph->nodes[n].inner, large, small);
-        else if (bytes > MIB)
+        else if (graph->nodes[n].kind == 10 && bytes > MIB)
             *large += (bytes + 2 * MIB - 1) & ~(2 * MIB - 1);
-        else
+        else if (graph->nodes[n].kind == 10)
             *small += (bytes + 511) & ~511ull;
     }
 }
@@ -1083,27 +1147,62 @@ static uint64_t size_of_graph(struct graph *graph) {
     add_up(graph, &large, &small);
     return large + ((small + 2 * MIB - 1) & ~(2 * MIB - 1));
 }
+static int leaves(struct graph *graph) {
+    int count = 0;
+    for (int n = 0; n < graph->count; n++)
+        count += graph->nodes[n].kind == 10 ? 1 : graph->nodes[n].kind == 11 ? -1 : graph->nodes[n].kind == 4 && leaves(graph->nodes[n].inner);
+    return count > 0;
+}
 int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_t flags) {
+    CHANGED_MEANWHILE;
     (void)flags;
-    *exec = calloc(1, sizeof **exec);
-    (*exec)->device = CURRENT->device;
-    (*exec)->bytes = size_of_graph(graph);
+    struct exec *made = calloc(1, sizeof *made);
+    made->device = CURRENT->device;
+    made->bytes = size_of_graph(graph);
+    made->leaves = leaves(graph);
     pthread_mutex_lock(&lock);
-    (*exec)->next = execs, execs = *exec;
+    made->next = execs, execs = made;
     pthread_mutex_unlock(&lock);
-    return OK;
+    return *exec = made, OK;
+}
+int cuGraphUpload(struct exec *exec, struct stream *stream);
+struct instantiate { uint64_t flags; struct stream *upload_stream; struct node *error_node; int result; };
+int cuGraphInstantiateWithParams(struct exec **exec, struct graph *graph, struct instantiate *parameters) {
+    parameters->error_node = NULL;
+    int result = cuGraphInstantiateWithFlags(exec, graph, parameters->flags);
+    if (!result && parameters->flags & 2)
+        result = cuGraphUpload(*exec, parameters->upload_stream);
+    return parameters->result = !!result, result;
 }
 static uint64_t graph_takes;
 void modelGraphTakes(uint64_t takes) { graph_takes = takes; }
 static int kernel(uint64_t takes, struct stream *stream);
 int cuGraphLaunch(struct exec *exec, struct stream *stream) {
-    kernel(graph_takes, stream);
-    if (exec->mapped || !exec->bytes)
-        return OK;
-    int result = take(gpu_of(exec->device), exec->bytes);
-    if (!result)
-        exec->mapped = 1, graph_reserved[exec->device] += exec->bytes;
-    return result;
+    int result = OK, device = exec->device;
+    stream = stream_of(stream);
+    pthread_mutex_lock(&lock);
+    uint64_t *has = &graph_memory_of(stream)[device];
+    if (exec->bytes && exec->mapped_in != stream && !exec->left) {
+        uint64_t more = exec->bytes > *has ? exec->bytes - *has : 0;
+        for (int n = 0; n < 64 && more && getenv("MODEL_GRAPHS_PULL"); n++) {
+            uint64_t *other = &graph_memory[n].bytes[device];
+            if (!*other || graph_memory[n].of == stream || graph_memory[n].of->done_at > now_ns())
+                continue;
+            uint64_t pulled = *other < more ? *other : more;
+            unmap_execs(device, graph_memory[n].of);
+            *other -= pulled, *has += pulled, more -= pulled;
+        }
+        result = more ? take(gpu_of(device), more) : OK;
+        if (!result)
+            *has += more, exec->mapped_in = stream;
+    }
+    if (!result && exec->leaves && !exec->left) {
+        /* It keeps what it has; others must do without. */
+        unmap_execs(device, stream);
+        *has -= exec->bytes, graph_left[device] += exec->bytes, exec->left = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    return result ? result : kernel(graph_takes, stream);
 }
 int cuGraphUpload(struct exec *exec, struct stream *stream) {
     uint64_t takes = graph_takes;
@@ -1124,16 +1223,17 @@ int cuGraphExecDestroy(struct exec *exec) {
 int cuGraphDestroy(struct graph *graph) { return free(graph), OK; }
 int cuDeviceGraphMemTrim(int device) {
     pthread_mutex_lock(&lock);
-    for (struct exec *exec = execs; exec; exec = exec->next)
-        if (exec->device == device)
-            exec->mapped = 0;
-    give(gpu_of(device), graph_reserved[device]);
-    graph_reserved[device] = 0;
+    for (int n = 0; n < 64; n++)
+        if (graph_memory[n].of && graph_memory[n].of->done_at <= now_ns()) {
+            unmap_execs(device, graph_memory[n].of);
+            give(gpu_of(device), graph_memory[n].bytes[device]);
+            graph_memory[n].bytes[device] = 0;
+        }
     pthread_mutex_unlock(&lock);
     return OK;
 }
 int cuDeviceGetGraphMemAttribute(int device, int which, void *value) {
-    return which == 2 ? (*(uint64_t *)value = graph_reserved[device], OK) : INVALID_VALUE;
+    return which == 2 ? (*(uint64_t *)value = graph_reserved(device), OK) : INVALID_VALUE;
 }
 int cuStreamBeginCapture_v2(struct stream *stream, int mode) { return (void)mode, cuGraphCreate(&stream->capture, 0); }
 int cuStreamEndCapture(struct stream *stream, struct graph **graph) {

@@ -105,6 +105,20 @@ static u64 now_ms(void) {
 
 static int command(const char *name, u64 a, u64 b, u64 c, u64 *out);
 
+/* What another thread does to the arguments of the next call: see modelChanges. */
+static struct { int wanted, at_end, after_calls, from, size; u64 with; } change_in, change_out;
+static void passes(typeof(change_in) *change, void *argument) {
+    void (*changes)(int, int, void *, const void *, size_t) = (void (*)(int, int, void *, const void *, size_t))of_model("modelChanges");
+    if (change->wanted)
+        changes(change->at_end, change->after_calls, (char *)argument + change->from, &change->with, change->size);
+    change->wanted = 0;
+}
+
+static void *end_capture(void *stream) {
+    u64 graph;
+    return CALL("cuStreamEndCapture", stream, &graph), NULL;
+}
+
 /* What a child tries with what it has from its parent: the parent's block, memory of its own, a new start. */
 static void as_child(u64 block) {
     u64 got[2];
@@ -268,6 +282,11 @@ static int receive_descriptor(int from) {
 static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     struct properties properties = {1, 0, 1, 0, {0}};
     out[0] = out[1] = 0;
+    /* At OFFSET of a structure VALUE of SIZE, or of what is told VALUE, after some calls. */
+    if (!strncmp(name, "change-in", 9)) return change_in = (typeof(change_in)){1, name[9] == '-', 0, a, c, b}, 0;
+    if (!strcmp(name, "change-out")) return change_out = (typeof(change_in)){1, 1, b, 0, c ? c : 8, a}, 0;
+    if (!strcmp(name, "was")) return out[0] = ((u64 (*)(void))of_model("modelWas"))(), 0;
+    if (strcmp(name, "export")) passes(&change_out, out);
     if (!strcmp(name, "init")) {
         if (CALL("cuInit", 0UL))
             return CALL("cuInit", 0UL);
@@ -301,15 +320,18 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "free")) return CALL("cuMemFree_v2", a);
     if (!strcmp(name, "array")) {
         struct shape shape = {a, b, 0, 0x20, 1, c};
+        passes(&change_in, &shape);
         return CALL("cuArray3DCreate_v2", out, &shape);
     }
     if (!strcmp(name, "array2")) {
         struct { size_t width, height; unsigned format, channels; } shape = {a, b, 1, 4};
+        passes(&change_in, &shape);
         return CALL("cuArrayCreate_v2", out, &shape);
     }
     if (!strcmp(name, "free-array")) return CALL("cuArrayDestroy", a);
     if (!strcmp(name, "mipmap")) {
         struct shape shape = {a, b, 0, 0x20, 4, 0};
+        passes(&change_in, &shape);
         return CALL("cuMipmappedArrayCreate", out, &shape, c);
     }
     if (!strcmp(name, "free-mipmap")) return CALL("cuMipmappedArrayDestroy", a);
@@ -319,6 +341,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     }
     if (!strcmp(name, "create-host")) {
         properties.location_kind = 3, properties.location = 850725928;
+        passes(&change_in, &properties);
         return CALL("cuMemCreate", out, a, &properties, 0UL);
     }
     if (!strcmp(name, "release")) return CALL("cuMemRelease", a);
@@ -334,6 +357,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "free-async")) return CALL("cuMemFreeAsync", a, b);
     if (!strcmp(name, "pool")) {
         properties.location_kind = a, properties.location = b;
+        passes(&change_in, &properties);
         return CALL("cuMemPoolCreate", out, &properties);
     }
     if (!strcmp(name, "free-pool")) return CALL("cuMemPoolDestroy", a);
@@ -365,6 +389,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
             u64 handle, offset;
             unsigned devices, flags, reserved[2];
         } info = {0, a, 0, 0, 0, 0, c % 100 * 64, 0, 0, 64, 64, 1, b ? 1 : 2, 0, b, 0, 1, 0, {0}};
+        passes(&change_in, &info);
         return CALL("cuMemMapArrayAsync", &info, 1UL, c / 100);
     }
     if (!strcmp(name, "multicast")) {
@@ -386,17 +411,39 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "wait")) return CALL("cuStreamSynchronize", a);
     if (!strcmp(name, "wait-context")) return CALL("cuCtxSynchronize");
     if (!strcmp(name, "graph")) return CALL("cuGraphCreate", out, 0UL);
-    if (!strcmp(name, "graph-alloc")) {
+    if (!strcmp(name, "graph-alloc") || !strcmp(name, "graph-leave")) {
         struct alloc alloc = {properties, NULL, 0, b, 0};
         alloc.pool.location = c;
         u64 node;
-        return CALL("cuGraphAddMemAllocNode", &node, a, NULL, 0UL, &alloc);
+        int result = CALL("cuGraphAddMemAllocNode", &node, a, NULL, 0UL, &alloc);
+        return result || name[6] == 'l' ? result : CALL("cuGraphAddMemFreeNode", &node, a, NULL, 0UL, alloc.address);
     }
     if (!strcmp(name, "graph-inner")) return CALL("cuGraphAddChildGraphNode", out, a, NULL, 0UL, b);
+    if (!strcmp(name, "hide-nodes")) {
+        /* They are added while the next call is at it. */
+        int *count = (int *)a;
+        change_in = (typeof(change_in)){1, 0, 0, 0, sizeof *count, *count};
+        return *count = 0, passes(&change_in, count), 0;
+    }
+    if (!strcmp(name, "async-while-capture-ends")) {
+        pthread_t thread;
+        function("cuStreamEndCapture"); /* Looked up before there are threads. */
+        ((void (*)(unsigned))of_model("modelPauses"))(200000);
+        if (pthread_create(&thread, NULL, end_capture, (void *)b))
+            return -1;
+        int result = CALL("cuMemAllocAsync", out, a, b);
+        return pthread_join(thread, NULL), result;
+    }
     if (!strcmp(name, "capture")) return CALL("cuStreamBeginCapture_v2", a, 0UL);
     if (!strcmp(name, "end-capture")) return CALL("cuStreamEndCapture", a, out);
     if (!strcmp(name, "exec")) return CALL("cuGraphInstantiateWithFlags", out, a, 0UL);
-    if (!strcmp(name, "launch")) return CALL("cuGraphLaunch", a, 0UL);
+    if (!strcmp(name, "exec-uploaded")) {
+        /* Its memory is taken at once. Told are the handle, and what the parameters say then. */
+        struct { u64 flags, stream, node; int result; } parameters = {2, b, 77, 77};
+        int result = CALL("cuGraphInstantiateWithParams", out, a, &parameters);
+        return out[1] = parameters.node + parameters.result, result;
+    }
+    if (!strcmp(name, "launch")) return CALL("cuGraphLaunch", a, b);
     if (!strcmp(name, "free-exec")) return CALL("cuGraphExecDestroy", a);
     if (!strcmp(name, "trim-graphs")) return CALL("cuDeviceGraphMemTrim", a);
     if (!strcmp(name, "info")) {
@@ -572,7 +619,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     }
     /* What others may have. A descriptor is sent to who listens under a number. */
     static int descriptor = -1, listening = -1;
-    if (!strcmp(name, "export")) return CALL("cuMemExportToShareableHandle", &descriptor, a, 1UL, 0UL);
+    if (!strcmp(name, "export")) return passes(&change_out, &descriptor), CALL("cuMemExportToShareableHandle", &descriptor, a, 1UL, 0UL);
     if (!strcmp(name, "dma-buf")) return CALL("cuMemGetHandleForAddressRange", &descriptor, a, b, 1UL, 0UL);
     if (!strcmp(name, "listen")) return listening = reach(a, 1), listening < 0;
     if (!strcmp(name, "send")) {
