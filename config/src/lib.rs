@@ -74,6 +74,9 @@ pub mod annotation {
     /// Set on a pod by whoever picks its GPUs, the scheduler as it binds or else the node: a
     /// [`crate::PodPlacement`].
     pub const PLACEMENT: &str = "tencent.com/vcuda-placement";
+    /// Set on a pod that waits, by vcuda-scheduler, so that kube-scheduler tries it again: when, and which node has come
+    /// to have room.
+    pub const ROOM: &str = "tencent.com/vcuda-room";
     /// Set by a user on a pod: `pack` or `spread`.
     pub const POLICY: &str = "tencent.com/vcuda-policy";
     /// Set by a user on a pod: GPU models that will do, separated by commas; each a part of the model's name.

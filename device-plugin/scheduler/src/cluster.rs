@@ -5,7 +5,8 @@
 //! alone: a bind whose answer was lost may have been carried out.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
+    mem,
     time::{Duration, Instant},
 };
 
@@ -335,6 +336,12 @@ impl Cluster {
         if let Some(reservation) = self.reservations.get_mut(claim) {
             reservation.since = now;
         }
+    }
+
+    /// The nodes on which there has come to be more room since this was last asked.
+    pub fn take_roomier(&mut self) -> BTreeSet<Box<str>> {
+        let nodes = self.nodes.iter_mut().map(|(name, node)| (name, mem::take(&mut node.roomier)));
+        nodes.filter(|(_, roomier)| *roomier).map(|(name, _)| name.clone()).collect()
     }
 
     /// What is left of each GPU of a node, for tests and metrics.

@@ -78,6 +78,13 @@ impl Cluster {
         filtered
     }
 
+    /// Whether the pod fits on the node `name`, as [`Cluster::filter`] has it.
+    pub fn fits(&self, uid: &str, wanted: &Wanted, name: &str) -> bool {
+        let own = self.claims_of(uid);
+        let node = self.nodes.get(name).filter(|node| node.trouble().is_none());
+        node.is_some_and(|node| node.fits(&left_for(uid, &own, name, node), wanted))
+    }
+
     /// How well each of `names` suits, 0 to `SCORE_MAX`: the best has all of it, the others by how far they are from
     /// the worst, and never as much as the best.
     pub fn prioritize<'a>(&self, uid: &str, wanted: &Wanted, names: &[&'a str]) -> Vec<(&'a str, u64)> {

@@ -246,6 +246,7 @@ async fn work(
         () = service.clone().watch_nodes() => {}
         () = service.clone().watch_pods() => {}
         () = service.follow_up() => {}
+        () = service.nudge() => {}
         reason = lost => error!("the lease was lost: {reason}"),
     }
 }

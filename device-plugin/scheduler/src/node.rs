@@ -36,6 +36,8 @@ pub struct Node {
     unplaced: u32,
     /// Whether the cluster has such a node. Pods outlive their node for a while.
     exists: bool,
+    /// Whether there has come to be more room on a GPU since this was last set to false.
+    pub(crate) roomier: bool,
     /// The list of nodes in which it was last seen.
     pub(crate) seen: u32,
 }
@@ -55,6 +57,14 @@ pub(crate) struct Room {
     open: bool,
     /// Whether it can be had whole.
     whole: bool,
+}
+
+impl Room {
+    /// Whether there is more room than there was in `before`, for any share.
+    fn is_more_than(&self, before: &Self) -> bool {
+        let more = self.core > before.core || self.memory_bytes > before.memory_bytes;
+        self.open && (more || !before.open) || self.whole && !before.whole
+    }
 }
 
 /// A pod with a share.
@@ -92,6 +102,7 @@ impl Default for Node {
             rooms: Vec::new(),
             unplaced: 0,
             exists: false,
+            roomier: false,
             seen: 0,
         }
     }
@@ -189,7 +200,10 @@ impl Node {
 
     /// Counts anew what is left. A node has few pods, and counting cannot drift.
     fn count(&mut self) {
-        (self.rooms, self.unplaced) = self.counted(|_| true);
+        let (rooms, unplaced) = self.counted(|_| true);
+        let other_gpus = rooms.len() != self.rooms.len();
+        self.roomier |= other_gpus || rooms.iter().zip(&self.rooms).any(|(now, was)| now.is_more_than(was));
+        (self.rooms, self.unplaced) = (rooms, unplaced);
     }
 
     /// What is left of each GPU when only the pods count whose UID `counts`, and how many containers are unplaced.

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use ledger::Policy;
 
-use crate::{Cluster, ResourceNames, Standing, Wanted, WantedError};
+use crate::{Cluster, Refused, ResourceNames, Standing, Wanted, WantedError};
 
 /// Pods whose wants are remembered between filter and bind. Past that all are forgotten, and read anew.
 const WAITING_MAX: usize = 10_000;
@@ -40,6 +40,7 @@ pub struct Service {
     cluster: RwLock<Cluster>,
     /// By UID.
     waiting: Mutex<HashMap<String, Arc<Wanted>>>,
+    refused: Mutex<Refused>,
 }
 
 /// What was done since the start.
@@ -50,6 +51,7 @@ pub(crate) struct Counters {
     pub bind_refused: AtomicU64,
     pub bind_unknown: AtomicU64,
     pub watch_errors: AtomicU64,
+    pub nudges: AtomicU64,
 }
 
 impl Service {
@@ -62,6 +64,7 @@ impl Service {
             standing,
             cluster: RwLock::default(),
             waiting: Mutex::default(),
+            refused: Mutex::default(),
         }
     }
 
@@ -79,6 +82,11 @@ impl Service {
     /// The books, to change.
     pub fn cluster_mut(&self) -> RwLockWriteGuard<'_, Cluster> {
         self.cluster.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The pods that fitted nowhere. Who needs the books as well takes them first.
+    pub(crate) fn refused(&self) -> MutexGuard<'_, Refused> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What a pod wants.
@@ -135,6 +143,12 @@ impl Service {
                 ("{result=\"refused\"}", counter(&self.counters.bind_refused)),
                 ("{result=\"unknown\"}", counter(&self.counters.bind_unknown)),
             ],
+        );
+        say(
+            "nudges_total",
+            "counter",
+            "Pods that kube-scheduler was made to try again: it had been told that they fit nowhere, just before word of room came.",
+            &[("", counter(&self.counters.nudges))],
         );
         let errors = counter(&self.counters.watch_errors);
         say("watch_errors_total", "counter", "Interrupted watches.", &[("", errors)]);

@@ -91,6 +91,8 @@ async fn filter(State(service): State<Arc<Service>>, body: Body) -> Response {
             service.remember(uid, &wanted);
             let cluster = service.cluster();
             let filtered = cluster.filter(uid, &wanted, names);
+            // Before the books change: what comes next may be the room that this pod needs.
+            service.note_filtered(pod, &wanted, names, &filtered);
             debug!(pod = %said(pod), fit = filtered.fit.len(), unfit = filtered.unfit.len(), "filtered");
             json(&FilterAnswer::filtered(&filtered))
         }

@@ -1,16 +1,17 @@
-//! What kube-scheduler is told: why not, how well, and who would have to go.
+//! What kube-scheduler is told: why not, how well, and who would have to go; and of whom it is reminded.
 
 #![expect(clippy::unwrap_used, reason = "an assertion, in a test")]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::Instant,
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
 use ledger::Policy;
 use proptest::prelude::*;
 use scheduler::{
-    BoundPod, Claim, Cluster, ContainerDemand, Demand, Role, Seen, Victims, Wanted, holds_of_bound,
+    BoundPod, Claim, Cluster, ContainerDemand, Demand, Refused, Role, Seen, Victims, Wanted, holds_of_bound,
 };
 use vcuda_config::{GpuGroup, GpuUuid, Link, NodeGpu, NodeGpus, PodPlacement, Request, annotation};
 
@@ -30,7 +31,7 @@ fn name(node: u8) -> String {
     format!("node-{node}")
 }
 
-fn add_node(cluster: &mut Cluster, node: u8, gpus: u8, groups: Vec<GpuGroup>) {
+fn offer(node: u8, gpus: u8, groups: Vec<GpuGroup>) -> NodeGpus {
     let one = |n| NodeGpu {
         uuid: gpu(node, n),
         model: "A100".into(),
@@ -39,8 +40,17 @@ fn add_node(cluster: &mut Cluster, node: u8, gpus: u8, groups: Vec<GpuGroup>) {
         numa: None,
         healthy: true,
     };
-    let text = NodeGpus::new((0..gpus).map(one).collect(), groups).to_text();
-    cluster.set_node(&name(node), Some(&BTreeMap::from([(annotation::NODE_GPUS.to_owned(), text)])));
+    NodeGpus::new((0..gpus).map(one).collect(), groups)
+}
+
+fn set_node(cluster: &mut Cluster, node: u8, offer: &NodeGpus, cordon: &str) {
+    let gpus = (annotation::NODE_GPUS.to_owned(), offer.to_text());
+    let cordon = (annotation::CORDON.to_owned(), cordon.to_owned());
+    cluster.set_node(&name(node), Some(&BTreeMap::from([gpus, cordon])));
+}
+
+fn add_node(cluster: &mut Cluster, node: u8, gpus: u8, groups: Vec<GpuGroup>) {
+    set_node(cluster, node, &offer(node, gpus, groups), "");
 }
 
 /// A pod of one container on one GPU.
@@ -147,6 +157,120 @@ fn a_pod_may_have_to_go_once_the_api_server_has_bound_it_though_the_watch_is_lat
 fn sorted(mut victims: Victims<'_>) -> Victims<'_> {
     victims.uids.sort();
     victims
+}
+
+#[test]
+fn a_node_has_come_to_have_room_when_a_pod_or_a_hindrance_is_gone() {
+    let mut cluster = Cluster::default();
+    let mut expect = |what: &str, roomier: bool, change: &mut dyn FnMut(&mut Cluster)| {
+        change(&mut cluster);
+        assert_eq!(cluster.take_roomier().contains(&*name(0)), roomier, "{what}");
+        assert!(cluster.take_roomier().is_empty());
+    };
+    let (whole, none) = (offer(0, 1, Vec::new()), NodeGpus::new(Vec::new(), Vec::new()));
+    let mut ill = whole.clone();
+    ill.gpus[0].healthy = false;
+    let cordon = gpu(0, 0);
+    expect("it came", true, &mut |it| set_node(it, 0, &whole, ""));
+    expect("it is as it was", false, &mut |it| set_node(it, 0, &whole, ""));
+    expect("a pod came", false, &mut |it| add_pod(it, "a", 0, 0, 50, 0));
+    expect("it holds less", true, &mut |it| add_pod(it, "a", 0, 0, 40, 0));
+    expect("it is gone", true, &mut |it| it.remove_pod("a", &name(0)));
+    let claim = Claim { uid: "b".into(), node: name(0) };
+    expect("room was reserved", false, &mut |it| drop(reserve(it, "b", 0, 50)));
+    expect("the bind failed", true, &mut |it| it.refused(&claim));
+    expect("it was cordoned", false, &mut |it| set_node(it, 0, &whole, cordon.as_str()));
+    expect("the cordon was lifted", true, &mut |it| set_node(it, 0, &whole, ""));
+    expect("it fell ill", false, &mut |it| set_node(it, 0, &ill, ""));
+    expect("it is well again", true, &mut |it| set_node(it, 0, &whole, ""));
+    set_node(&mut cluster, 0, &none, "");
+    cluster.take_roomier();
+    set_node(&mut cluster, 0, &offer(0, 2, Vec::new()), "");
+    assert!(cluster.take_roomier().contains(&*name(0)), "its GPUs came");
+}
+
+/// The pods that are to be tried again, by UID, and their nodes.
+fn due(refused: &mut Refused, cluster: &mut Cluster, now: Instant, most: usize) -> Vec<(String, String)> {
+    let roomier = cluster.take_roomier();
+    let pods = refused.fitting(cluster, &roomier, now, most);
+    pods.into_iter().map(|(pod, node)| (pod.uid, node.to_owned())).collect()
+}
+
+#[test]
+fn a_pod_is_tried_again_where_it_was_refused_and_fits_by_now() {
+    let mut cluster = Cluster::default();
+    for node in 0..3 {
+        add_node(&mut cluster, node, 1, Vec::new());
+        add_pod(&mut cluster, &format!("old-{node}"), node, 0, 80, 0);
+    }
+    cluster.take_roomier();
+    let (mut refused, now) = (Refused::default(), Instant::now());
+    let note = |refused: &mut Refused, uid: &str, core, nodes: &[&str]| {
+        refused.note(uid, ("default", uid), Arc::new(wanted(core, core)), nodes, now);
+    };
+    note(&mut refused, "small", 50, &["node-0", "node-1"]);
+    note(&mut refused, "large", 100, &["node-0", "node-1"]);
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
+    // kube-scheduler would not have them there.
+    cluster.remove_pod("old-2", "node-2");
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
+    // Of two GPUs' room that came, the large one needs all.
+    add_pod(&mut cluster, "old-0", 0, 0, 10, 0);
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), [("small".into(), "node-0".into())]);
+    cluster.remove_pod("old-1", "node-1");
+    let both = [("large".to_owned(), "node-1".to_owned()), ("small".to_owned(), "node-1".to_owned())];
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), both);
+    // Room that was there before is no news.
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
+    refused.remove("small");
+    refused.remove("large");
+    assert!(refused.is_empty());
+}
+
+#[test]
+fn of_pods_that_fit_by_now_a_few_are_tried_again_the_most_important_and_then_the_oldest_first() {
+    const FLUSH: Duration = Duration::from_secs(5 * 60);
+    let mut cluster = Cluster::default();
+    add_node(&mut cluster, 0, 1, Vec::new());
+    let (mut refused, start) = (Refused::default(), Instant::now());
+    let now = start + FLUSH;
+    // kube-scheduler has asked again about the first, and been told the same, or is about to.
+    for (uid, priority, since) in [("gone", 9, 0), ("c", 0, 2), ("b", 0, 1), ("a", 5, 3)] {
+        let wanted = Wanted { priority, ..wanted(10, 10) };
+        let since = start + Duration::from_secs(since);
+        refused.note(uid, ("default", uid), Arc::new(wanted), &["node-0"], since);
+    }
+    let roomier = cluster.take_roomier();
+    let order = |refused: &mut Refused, most| -> Vec<String> {
+        let pods = refused.fitting(&cluster, &roomier, now, most);
+        pods.into_iter().map(|(pod, _)| pod.uid).collect()
+    };
+    assert_eq!(order(&mut refused, 2), ["a", "b"]);
+    assert_eq!(order(&mut refused, 9), ["a", "b", "c"]);
+
+    // It was tried again, and refused once more before the answer to the nudge came.
+    let (pod, _) = refused.fitting(&cluster, &roomier, now, 1).remove(0);
+    refused.note("a", ("default", "a"), Arc::new(wanted(10, 10)), &["node-0"], now);
+    refused.forget(&pod);
+    assert_eq!(order(&mut refused, 9), ["b", "c", "a"]);
+    let (pod, _) = refused.fitting(&cluster, &roomier, now, 1).remove(0);
+    refused.forget(&pod);
+    assert_eq!(order(&mut refused, 9), ["c", "a"]);
+}
+
+#[test]
+fn the_pods_that_were_refused_are_remembered_up_to_a_bound_the_last_ones() {
+    let mut cluster = Cluster::default();
+    add_node(&mut cluster, 0, 1, Vec::new());
+    let (mut refused, start) = (Refused::default(), Instant::now());
+    let wanted = Arc::new(wanted(10, 10));
+    for n in 0..1200 {
+        let since = start + Duration::from_millis(n);
+        refused.note(&format!("pod-{n:04}"), ("default", "pod"), Arc::clone(&wanted), &["node-0"], since);
+    }
+    let due = due(&mut refused, &mut cluster, start + Duration::from_secs(2), 9999);
+    assert_eq!(due.len(), 1000);
+    assert_eq!(due[0].0, "pod-0200");
 }
 
 proptest! {

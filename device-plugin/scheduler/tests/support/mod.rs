@@ -97,6 +97,8 @@ impl Drop for Process {
 
 /// etcd and kube-apiserver.
 pub struct ControlPlane {
+    /// Where kube-apiserver listens.
+    pub api_port: u16,
     api_server: Process,
     _etcd: Process,
     folder: TempDir,
@@ -161,7 +163,7 @@ impl ControlPlane {
             .arg("--service-account-key-file")
             .arg(&public);
         let api_server = Process::start(command, file("kube-apiserver.log"))?;
-        let mut plane = Self { api_server, _etcd: etcd, folder, binaries };
+        let mut plane = Self { api_port, api_server, _etcd: etcd, folder, binaries };
 
         let client = plane.client("admin").await?;
         let deadline = Instant::now() + START;
@@ -193,12 +195,23 @@ impl ControlPlane {
 
     /// vcuda-scheduler as the manifest starts it, listening on a port of its own; `name` is any.
     pub fn extender(&self, name: &str, arguments: &[&str]) -> Result<Extender> {
+        self.extender_of(name, self.kubeconfig("scheduler"), arguments)
+    }
+
+    /// The same as `user`, who finds the API server at `api_port`.
+    pub fn extender_at(&self, name: &str, user: &str, api_port: u16, arguments: &[&str]) -> Result<Extender> {
+        let file = self.folder.path().join(format!("{name}-kubeconfig"));
+        fs::write(&file, kubeconfig(api_port, user))?;
+        self.extender_of(name, file, arguments)
+    }
+
+    fn extender_of(&self, name: &str, kubeconfig: PathBuf, arguments: &[&str]) -> Result<Extender> {
         let ports = free_ports()?;
         let mut extender = Extender {
             process: None,
             ports,
             arguments: arguments.iter().map(ToString::to_string).collect(),
-            kubeconfig: self.kubeconfig("scheduler"),
+            kubeconfig,
             log: self.folder.path().join(format!("{name}.log")),
         };
         extender.start()?;
@@ -290,6 +303,18 @@ impl Extender {
         let (_, text) = http(self.ports[1], "GET", "metrics", "").await?;
         let value = text.lines().find_map(|it| it.strip_prefix(line)?.trim().parse().ok());
         value.with_context(|| format!("there is no {line} in:\n{text}"))
+    }
+
+    /// Waits until it refuses `pod` on `node` with `text`: its watch has told it of what is new there.
+    pub async fn wait_until_it_says(&self, pod: &Value, node: &str, text: &str) -> Result<()> {
+        let question = json!({ "Pod": pod, "NodeNames": [node] });
+        let says = async || {
+            let answer = self.call("filter", &question).await;
+            let why =
+                answer.ok().and_then(|it| Some(it["FailedAndUnresolvableNodes"][node].as_str()?.to_owned()));
+            why.is_some_and(|why| why.contains(text))
+        };
+        wait(&format!("vcuda-scheduler says of {node}: {text}"), says).await
     }
 
     pub fn log(&self) -> String {
