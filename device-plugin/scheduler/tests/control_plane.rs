@@ -118,6 +118,7 @@ async fn a_pod_that_no_gpu_can_take_is_told_why_and_runs_once_one_can() -> Resul
     // An administrator keeps new shares away, and lets them in again.
     let both = format!("{}, {}", gpu(11, 0), gpu(11, 1));
     annotate_node(&client, "told-1", json!({ annotation::CORDON: both })).await?;
+    extender.wait_until_it_says(&pod("told", "told-d", 10, 4), "told-1", "is cordoned").await?;
     create_pod(&client, pod("told", "told-d", 10, 4)).await?;
     let said = wait_for_refusal(&client, "told-d", "is cordoned").await?;
     assert!(said.contains(gpu(11, 1).as_str()), "{said}");
@@ -130,6 +131,8 @@ async fn a_pod_that_no_gpu_can_take_is_told_why_and_runs_once_one_can() -> Resul
     let mut ill = offer(11, 2);
     ill.gpus[0].healthy = false;
     annotate_node(&client, "told-1", json!({ annotation::NODE_GPUS: ill.to_text() })).await?;
+    let is_ill = format!("{} is unhealthy", gpu(11, 0));
+    extender.wait_until_it_says(&pod("told", "told-e", 200, 0), "told-1", &is_ill).await?;
     create_pod(&client, pod("told", "told-e", 39, 4)).await?;
     assert_eq!(placement_of(&wait_for_node(&client, "told-e").await?).unwrap().gpus("main"), [gpu(11, 1)]);
 
@@ -151,8 +154,10 @@ async fn a_pod_that_no_gpu_can_take_is_told_why_and_runs_once_one_can() -> Resul
 
     // A node whose device plugin is not there yet.
     annotate_node(&client, "told-1", json!({ annotation::NODE_GPUS: null })).await?;
+    let remedy = "see that vcuda-device-plugin runs there";
+    extender.wait_until_it_says(&pod("told", "told-h", 1, 1), "told-1", remedy).await?;
     create_pod(&client, pod("told", "told-h", 1, 1)).await?;
-    wait_for_refusal(&client, "told-h", "see that vcuda-device-plugin runs there").await?;
+    wait_for_refusal(&client, "told-h", remedy).await?;
     annotate_node(&client, "told-1", json!({ annotation::NODE_GPUS: offer(11, 2).to_text() })).await?;
     wait_for_node(&client, "told-h").await?;
     Ok(())
