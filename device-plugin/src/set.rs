@@ -250,8 +250,8 @@ impl fmt::Display for Report {
 mod tests {
     use std::{fs, num::NonZeroU32};
 
-    use ledger::{Claim, ContainerRef, PodRef, Terms};
-    use region::{Limits, Usage};
+    use ledger::Terms;
+    use region::Limits;
     use vcuda_config::Request;
 
     use super::*;
@@ -269,26 +269,10 @@ mod tests {
     }
 
     fn bind(file: &NodeFile, uid: &str, pod: &str, core: u32, units: u32) -> ledger::Bound {
-        let claim = Claim {
-            wishes: ledger::Wishes::default(),
-            pod: PodRef {
-                uid: uid.into(),
-                namespace: "ns".into(),
-                name: pod.into(),
-                sandbox_id: format!("sandbox-{uid}"),
-            },
-            container: ContainerRef { name: "main".into(), id: format!("container-{uid}") },
-            request: Request::new(core, units).unwrap(),
-            terms: Terms::default(),
-        };
-        let fill = |record: &ShareRecord, folder: &ShareFolder| {
-            Limits::create(&folder.limits(), &record.limits(false))?;
-            fs::create_dir(folder.usage().parent().unwrap())?;
-            Usage::create(&folder.usage())
-        };
+        let claim = testing::claim(uid, pod, Request::new(core, units).unwrap(), Terms::default());
         let ledger = Ledger::open(&file.paths.shares()).unwrap();
         let inventory = Inventory::load(&file.paths.inventory()).unwrap();
-        ledger.bind(&inventory, &claim, &[], fill).unwrap()
+        ledger.bind(&inventory, &claim, &[], testing::fill).unwrap()
     }
 
     fn pod(text: &str) -> PodName {
@@ -357,7 +341,7 @@ mod tests {
         bind(&file, "uid-3", "train", 5, 1);
         let error = set(&file, &pod("ns/train"), "main", change(Some(30), None, None)).unwrap_err();
         assert!(error.is_unknown() && error.to_string().contains("2 pods"), "{error}");
-        Ledger::open(&file.paths.shares()).unwrap().mark_stopped("container-uid-3").unwrap();
+        Ledger::open(&file.paths.shares()).unwrap().mark_stopped("id-uid-3").unwrap();
         set(&file, &pod("ns/train"), "main", change(Some(30), None, None)).unwrap();
     }
 

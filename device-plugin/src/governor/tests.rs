@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use ledger::{Change, Claim, ContainerRef, Inventory, Ledger, PodRef, ShareFolder, ShareRecord, Terms};
+use ledger::{Change, Inventory, Ledger, ShareFolder, Terms};
 use region::{Limits, Pace, Slots, Usage};
 use tempfile::TempDir;
 use vcuda_config::Request;
@@ -44,24 +44,8 @@ impl Node {
     }
 
     fn bind(&self, pod: &str, core: u32, terms: Terms) -> Container {
-        let claim = Claim {
-            wishes: ledger::Wishes::default(),
-            pod: PodRef {
-                uid: pod.into(),
-                namespace: "ns".into(),
-                name: pod.into(),
-                sandbox_id: format!("sandbox-{pod}"),
-            },
-            container: ContainerRef { name: "main".into(), id: format!("id-{pod}") },
-            request: Request::new(core, 4).unwrap(),
-            terms,
-        };
-        let fill = |record: &ShareRecord, folder: &ShareFolder| {
-            Limits::create(&folder.limits(), &record.limits(false))?;
-            fs::create_dir(folder.usage().parent().unwrap())?;
-            Usage::create(&folder.usage())
-        };
-        let bound = self.ledger.bind(&self.inventory, &claim, &[], fill).unwrap();
+        let claim = testing::claim(pod, pod, Request::new(core, 4).unwrap(), terms);
+        let bound = self.ledger.bind(&self.inventory, &claim, &[], testing::fill).unwrap();
         Container {
             limits: Limits::open(&bound.folder.limits()).unwrap(),
             usage: Usage::open(&bound.folder.usage()).unwrap(),

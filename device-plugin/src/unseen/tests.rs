@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use ledger::{Claim, ContainerRef, Floor, Inventory, Ledger, PodRef, Terms};
+use ledger::{Floor, Inventory, Ledger, Terms};
 use region::{Key, Limits, Process, UNSEEN_LASTS_NS, Usage};
 use tempfile::TempDir;
 use vcuda_config::Request;
@@ -43,24 +43,8 @@ impl Node {
 
     /// Its one process has this number on the host.
     fn bind(&self, pod: &str, pid: u32) -> Container {
-        let claim = Claim {
-            wishes: ledger::Wishes::default(),
-            pod: PodRef {
-                uid: pod.into(),
-                namespace: "ns".into(),
-                name: pod.into(),
-                sandbox_id: format!("sandbox-{pod}"),
-            },
-            container: ContainerRef { name: "main".into(), id: format!("id-{pod}") },
-            request: Request::new(10, 4).unwrap(),
-            terms: Terms::default(),
-        };
-        let fill = |record: &ShareRecord, folder: &ShareFolder| {
-            Limits::create(&folder.limits(), &record.limits(false))?;
-            fs::create_dir(folder.usage().parent().unwrap())?;
-            Usage::create(&folder.usage())
-        };
-        let bound = self.ledger.bind(&self.inventory, &claim, &[], fill).unwrap();
+        let claim = testing::claim(pod, pod, Request::new(10, 4).unwrap(), Terms::default());
+        let bound = self.ledger.bind(&self.inventory, &claim, &[], testing::fill).unwrap();
         let proc = self.folder.path().join("proc").join(pid.to_string());
         fs::create_dir_all(&proc).unwrap();
         fs::write(proc.join("cgroup"), format!("0::/kubepods/pod1/id-{pod}/deep")).unwrap();
