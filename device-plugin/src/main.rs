@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use device_plugin::{
     cluster::{self, Access},
     explain::{self, Explained},
@@ -151,9 +151,10 @@ struct Migrate {
 
 /// A request, or a pod.
 #[derive(Args)]
+#[command(group = ArgGroup::new("what").required(true).args(["pod", "core"]))]
 struct Explain {
     /// Pod whose shares are explained: NAMESPACE/NAME, a name, or a UID
-    #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"], required_unless_present = "core")]
+    #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"])]
     pod: Option<String>,
     /// Core of the request that is explained: 1 to 99 percent of one GPU, or a multiple of 100
     #[arg(long, value_name = "PERCENT")]

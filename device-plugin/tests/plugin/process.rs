@@ -35,7 +35,7 @@ fn what_cannot_be_answered_says_so_by_its_exit_code() {
         (&["migrate"][..], 2, "--check"),
         (&["migrate", "--check", "--checkpoint", "/x", "--no-checkpoint"], 2, "cannot be used with"),
         (&["migrate", "--check"], 4, "the NVIDIA driver cannot be used"),
-        (&["explain"], 2, "<POD>"),
+        (&["explain"], 2, "<POD|--core <PERCENT>>"),
         (&["explain", "--core", "150"], 10, "neither below 100"),
         (&["explain", "--core", "20", "--memory", "4"], 1, "inventory.json"),
         (&["explain", "ns/nobody"], 1, "inventory.json"),
