@@ -4,16 +4,25 @@
 
 mod common;
 
-use std::{collections::BTreeSet, env, fs, path::PathBuf, process::Command};
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::OnceLock,
+};
 
 use common::table;
 use goblin::elf::{Elf, dynamic::DT_TEXTREL};
 
 /// The build that is shipped; none, and a line that says so, where there is no linker with a glibc floor.
-fn shipped() -> Option<PathBuf> {
-    if let Some(path) = env::var_os("VCUDA_SHIM") {
-        return Some(path.into());
-    }
+fn shipped() -> Option<&'static Path> {
+    // Once: two builds at a time have the same linker's wrappers and caches.
+    static SHIPPED: OnceLock<Option<PathBuf>> = OnceLock::new();
+    SHIPPED.get_or_init(|| env::var_os("VCUDA_SHIM").map_or_else(build, |path| Some(path.into()))).as_deref()
+}
+
+fn build() -> Option<PathBuf> {
     let target = env::current_exe().unwrap().ancestors().nth(3).unwrap().to_owned();
     let package = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     // A test fetches nothing.
@@ -23,16 +32,17 @@ fn shipped() -> Option<PathBuf> {
         println!("skipped: no cargo-zigbuild here; vcuda-preload/build.sh fetches it");
         return None;
     }
-    let script = package.join("build.sh");
-    let output = Command::new(script).env("CARGO_TARGET_DIR", target).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // What the build says is seen as it is said. It is no pipe that a process which the build leaves behind would keep open.
+    let mut script = Command::new(package.join("build.sh"));
+    let output = script.env("CARGO_TARGET_DIR", target).stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "vcuda-preload/build.sh: {}", output.status);
     Some(String::from_utf8(output.stdout).unwrap().trim().into())
 }
 
 #[test]
 fn it_loads_into_images_of_glibc_2_17_and_needs_nothing_but_glibc() {
     let Some(path) = shipped() else { return };
-    let bytes = fs::read(&path).unwrap();
+    let bytes = fs::read(path).unwrap();
     let elf = Elf::parse(&bytes).unwrap();
     assert_eq!(elf.soname, Some("libcuda.so.1"));
     for library in &elf.libraries {
@@ -56,7 +66,7 @@ fn it_loads_into_images_of_glibc_2_17_and_needs_nothing_but_glibc() {
 #[test]
 fn it_exports_the_table_and_nothing_else() {
     let Some(path) = shipped() else { return };
-    let bytes = fs::read(&path).unwrap();
+    let bytes = fs::read(path).unwrap();
     let elf = Elf::parse(&bytes).unwrap();
     let exports: BTreeSet<String> = elf
         .dynsyms
