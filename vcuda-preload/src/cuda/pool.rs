@@ -55,10 +55,7 @@ pub(crate) struct Pool {
 #[derive(Default)]
 #[repr(C)]
 struct Account {
-    /// GPU of the share plus one; 0 for memory that is not the share's.
-    gpu: usize,
-    /// It has the memory of a device that is none of the share's.
-    foreign: bool,
+    memory: Memory,
     /// Bytes that the share's account has for the pool.
     charged: u64,
     /// Bytes that its live allocations asked for.
@@ -156,7 +153,7 @@ impl Account {
 
     /// The pool is destroyed, and its last allocation is gone: with it goes all that the pool held.
     fn close(&mut self, share: &Share) {
-        if let Some(gpu) = self.gpu.checked_sub(1) {
+        if let Some(gpu) = self.memory.gpu() {
             share.give(gpu, std::mem::take(&mut self.charged));
         }
     }
@@ -172,7 +169,7 @@ impl Account {
     /// Brings the account in line with what the pool holds. False, with the account left as it is, if the pool holds
     /// more than is to be had.
     fn settle(&mut self, share: &Share, handle: Handle, by_force: bool) -> bool {
-        let (Some(gpu), Some(holds)) = (self.gpu.checked_sub(1), reserved(handle)) else { return true };
+        let (Some(gpu), Some(holds)) = (self.memory.gpu(), reserved(handle)) else { return true };
         if holds <= self.charged {
             share.give(gpu, self.charged - holds);
         } else {
@@ -227,12 +224,7 @@ fn find_or_make(share: &'static Share, handle: Handle, memory: Memory) -> Option
         let mut account = pool.account.lock();
         // Of a pool that is destroyed, allocations may still live.
         if account.used == 0 {
-            let (gpu, foreign) = match memory {
-                Memory::Gpu(gpu) => (gpu + 1, false),
-                Memory::Host => (0, false),
-                Memory::Foreign => (0, true),
-            };
-            *account = Account { gpu, foreign, step: FIRST_STEP, ..Account::default() };
+            *account = Account { memory, step: FIRST_STEP, ..Account::default() };
             pool.handle.store(handle, Release);
             let used = u32::try_from(number + 1).unwrap_or(0);
             state.pools_used.fetch_max(used, Release);
@@ -336,11 +328,13 @@ unsafe fn allocate(
         return CUDA_ERROR_OUT_OF_MEMORY;
     };
     let mut account: Guard<'_, Account> = pool.account.lock();
-    let Some(gpu_of_pool) = account.gpu.checked_sub(1) else {
-        // A device that is none of ours has no memory for us; the host's is not the share's.
-        let foreign = account.foreign;
-        drop(account);
-        return if foreign { CUDA_ERROR_OUT_OF_MEMORY } else { call(address) };
+    let gpu_of_pool = match account.memory {
+        Memory::Gpu(gpu) => gpu,
+        Memory::Foreign => return CUDA_ERROR_OUT_OF_MEMORY,
+        Memory::Host => {
+            drop(account);
+            return call(address);
+        }
     };
 
     let (bytes, before) = (whole(bytes as u64), account.charged);
@@ -440,7 +434,7 @@ pub(super) fn reset(share: &'static Share, gpu: Option<usize>) {
     let state = share.state();
     for (number, pool) in (0_u16..).zip(state.pools.iter().take(state.pools_used.load(Acquire) as usize)) {
         let mut account = pool.account.lock();
-        if account.gpu == 0 || account.gpu.checked_sub(1) != gpu {
+        if account.memory.gpu().is_none_or(|of| Some(of) != gpu) {
             continue;
         }
         state.blocks.drain(|_, word| Block::unpack(word).part_of == PartOf::Pool(number), |_, _| {});

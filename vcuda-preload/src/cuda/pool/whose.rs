@@ -11,18 +11,28 @@ use crate::{
 const LOCATION_ID: i32 = 11;
 const LOCATION_TYPE: i32 = 12;
 
-/// Whose memory a pool has.
-#[derive(Clone, Copy)]
+/// Whose memory a pool has. All zero is the first.
+#[derive(Clone, Copy, Default)]
+#[repr(u8)]
 pub(super) enum Memory {
+    /// The host's, which is not the share's.
+    #[default]
+    Host,
     /// A GPU's of the share, by number.
     Gpu(usize),
-    /// The host's, which is not the share's.
-    Host,
     /// A device's that is none of the share's.
     Foreign,
 }
 
 impl Memory {
+    /// The GPU of the share that has it.
+    pub fn gpu(self) -> Option<usize> {
+        match self {
+            Self::Gpu(gpu) => Some(gpu),
+            Self::Host | Self::Foreign => None,
+        }
+    }
+
     pub fn of_device(share: &Share, device: Device) -> Self {
         share.gpu_of_device(device).map_or(Self::Foreign, Self::Gpu)
     }
