@@ -70,18 +70,24 @@ impl Drop for Killed {
     }
 }
 
-#[test]
-fn before_it_knows_the_cluster_it_lives_is_not_ready_and_says_why() {
-    let folder = TempDir::new().unwrap();
+/// One that lives, and the port at which it answers.
+fn living(folder: &Path) -> (Killed, u16) {
     let port = free_port();
-    let mut command = command(folder.path());
+    let mut command = command(folder);
     command.args(["--leader-elect=false", "--listen", &format!("127.0.0.1:{port}")]);
-    let mut child = Killed(command.stderr(Stdio::null()).spawn().unwrap());
+    let child = Killed(command.stderr(Stdio::null()).spawn().unwrap());
     let start = Instant::now();
     while http(port, "GET /healthz", "").is_err() {
         assert!(start.elapsed() < PATIENCE);
         std::thread::sleep(Duration::from_millis(20));
     }
+    (child, port)
+}
+
+#[test]
+fn before_it_knows_the_cluster_it_lives_is_not_ready_and_says_why() {
+    let folder = TempDir::new().unwrap();
+    let (mut child, port) = living(folder.path());
     let ready = http(port, "GET /readyz", "").unwrap();
     assert!(ready.starts_with("HTTP/1.1 503") && ready.contains("still reading"), "{ready}");
     // kube-scheduler shows the text of the field, and nothing of an answer that is not 200.
@@ -107,15 +113,7 @@ fn end(child: &mut Killed, signal: Signal) {
 fn every_signal_that_asks_for_an_end_gets_an_orderly_one() {
     for signal in [Signal::INT, Signal::HUP] {
         let folder = TempDir::new().unwrap();
-        let port = free_port();
-        let mut command = command(folder.path());
-        command.args(["--leader-elect=false", "--listen", &format!("127.0.0.1:{port}")]);
-        let mut child = Killed(command.stderr(Stdio::null()).spawn().unwrap());
-        let start = Instant::now();
-        while http(port, "GET /healthz", "").is_err() {
-            assert!(start.elapsed() < PATIENCE);
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let (mut child, _) = living(folder.path());
         end(&mut child, signal);
     }
 }
