@@ -95,6 +95,23 @@ pub async fn run(cri: &Cri, container: &str, arguments: &[&str]) -> Result<Repor
     parse(&exec.stdout).with_context(|| format!("cuda-probe: {exec:?}"))
 }
 
+/// Sees that a container with a share of 8 GiB has it, and no more; its GPU.
+///
+/// # Errors
+/// It has not, or the probe did not run.
+pub async fn holds_8_gib(cri: &Cri, container: &str) -> Result<String> {
+    let report = run(cri, container, &["--alloc", "6144", "--alloc", "3072"]).await?;
+    let results: Vec<i32> = report.allocs.iter().map(|alloc| alloc.result).collect();
+    match report.gpus.as_slice() {
+        [gpu, ..]
+            if report.error.is_none() && gpu.total_bytes == 8 << 30 && results == [0, OUT_OF_MEMORY] =>
+        {
+            Ok(gpu.uuid.clone())
+        }
+        _ => bail!("no share of 8 GiB: {report:?}"),
+    }
+}
+
 /// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.
 pub async fn hold(cri: &Cri, container: &str, mib: u64) -> Result<String> {
     let script = format!("{PATH} --alloc {mib} --hold >/tmp/held 2>&1 & echo $!");

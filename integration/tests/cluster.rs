@@ -5,12 +5,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use integration::{
-    cluster::Cluster,
-    host::Options,
-    image::Image,
-    probe::{self, OUT_OF_MEMORY},
-};
+use integration::{cluster::Cluster, host::Options, image::Image, probe};
 use serde_json::{Value, json};
 use vcuda_config::Policy;
 
@@ -32,15 +27,6 @@ async fn runs(cluster: &mut Cluster, name: &str, limits: &Value) -> String {
     cluster.wait_for_pod(name, SOON).await.unwrap()
 }
 
-/// A share of 8 GiB holds; returns its GPU.
-async fn enforced(cluster: &Cluster, container: &str) -> String {
-    let report = probe::run(cluster.cri(), container, &["--alloc", "6144", "--alloc", "3072"]).await.unwrap();
-    assert_eq!(report.error, None);
-    assert_eq!(report.gpus[0].total_bytes, 8 << 30, "{report:?}");
-    assert_eq!((report.allocs[0].result, report.allocs[1].result), (0, OUT_OF_MEMORY), "{report:?}");
-    report.gpus[0].uuid.clone()
-}
-
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and Kubernetes: run integration/test with KUBE_BIN_DIR"]
 async fn a_pod_goes_from_apply_to_a_refused_allocation() {
@@ -48,7 +34,11 @@ async fn a_pod_goes_from_apply_to_a_refused_allocation() {
     let first = runs(&mut cluster, "first", &share(20, 32)).await;
     let second = runs(&mut cluster, "second", &share(50, 32)).await;
     let plain = runs(&mut cluster, "plain", &json!({})).await;
-    assert_eq!(enforced(&cluster, &first).await, enforced(&cluster, &second).await, "both fit one GPU");
+    assert_eq!(
+        probe::holds_8_gib(cluster.cri(), &first).await.unwrap(),
+        probe::holds_8_gib(cluster.cri(), &second).await.unwrap(),
+        "both fit one GPU"
+    );
     let seen = cluster.cri().exec(&plain, &["ls", "/dev"]).await.unwrap().stdout;
     assert!(!seen.contains("nvidia"), "{seen}");
     for pod in ["first", "second", "plain"] {
@@ -77,7 +67,7 @@ async fn a_refused_pod_says_why_in_its_events_and_starts_once_it_can() {
     // kubelet tries again by itself.
     cluster.vcuda.start_nri_plugin().await.unwrap();
     let late = cluster.wait_for_pod("late", SOON).await.unwrap();
-    enforced(&cluster, &late).await;
+    probe::holds_8_gib(cluster.cri(), &late).await.unwrap();
     for pod in ["late", "plain"] {
         cluster.delete_pod(pod).unwrap();
     }
@@ -90,19 +80,19 @@ async fn a_kubelet_restart_brings_both_resources_back_and_keeps_running_shares()
     let resources = cluster.vcuda.resources();
     let offered = resources.clone().map(|resource| cluster.allocatable(&resource).unwrap());
     let before = runs(&mut cluster, "before", &share(20, 32)).await;
-    let gpu = enforced(&cluster, &before).await;
+    let gpu = probe::holds_8_gib(cluster.cri(), &before).await.unwrap();
 
     cluster.restart_kubelet().unwrap();
     let registered = cluster.vcuda.file().paths.kubelet.join("kubelet.sock");
     cluster.wait_until("kubelet is back", SOON, |_| registered.exists()).await.unwrap();
     // A new pod with a share proves that both plugins have registered with the new kubelet.
     let after = runs(&mut cluster, "after", &share(20, 32)).await;
-    enforced(&cluster, &after).await;
+    probe::holds_8_gib(cluster.cri(), &after).await.unwrap();
     let back = resources.map(|resource| cluster.allocatable(&resource).unwrap());
     assert_eq!(back, offered);
     let (phase, id) = cluster.pod_state("before").unwrap();
     assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
-    assert_eq!(enforced(&cluster, &before).await, gpu, "the same GPU");
+    assert_eq!(probe::holds_8_gib(cluster.cri(), &before).await.unwrap(), gpu, "the same GPU");
     for pod in ["before", "after"] {
         cluster.delete_pod(pod).unwrap();
     }

@@ -6,13 +6,7 @@
 use std::{env, fs, path::PathBuf, process::Command, time::Duration};
 
 use anyhow::{Context, Result};
-use integration::{
-    cache,
-    cluster::Cluster,
-    host::Options,
-    image::Image,
-    probe::{self, OUT_OF_MEMORY},
-};
+use integration::{cache, cluster::Cluster, host::Options, image::Image, probe};
 use serde_json::{Value, json};
 use vcuda_config::{NodeGpus, annotation};
 
@@ -128,14 +122,6 @@ async fn serve(cluster: &mut Cluster, name: &str, version: &str) -> Result<()> {
     cluster.wait_for_offer().await
 }
 
-/// A share of 8 GiB holds.
-async fn enforced(cluster: &Cluster, container: &str) {
-    let report = probe::run(cluster.cri(), container, &["--alloc", "6144", "--alloc", "3072"]).await.unwrap();
-    assert_eq!(report.error, None);
-    assert_eq!(report.gpus[0].total_bytes, 8 << 30, "{report:?}");
-    assert_eq!((report.allocs[0].result, report.allocs[1].result), (0, OUT_OF_MEMORY), "{report:?}");
-}
-
 async fn runs(cluster: &mut Cluster, name: &str) -> String {
     let limits = json!({"tencent.com/vcuda-core": 20, "tencent.com/vcuda-memory": 32});
     cluster.create_pod(name, cluster.image(), &["sleep", "inf"], &limits).unwrap();
@@ -161,7 +147,7 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
 
     serve(&mut cluster, "vcuda-1", env!("CARGO_PKG_VERSION")).await.unwrap();
     let before = runs(&mut cluster, "before").await;
-    enforced(&cluster, &before).await;
+    probe::holds_8_gib(cluster.cri(), &before).await.unwrap();
     let held = probe::hold(cluster.cri(), &before, 1024).await.unwrap();
     // Written with the account of the manifest, whose token only the device plugin's container has.
     let told = |cluster: &Cluster| {
@@ -173,16 +159,16 @@ async fn the_daemonsets_pod_serves_shares_and_an_update_of_it_disturbs_none() {
 
     // As the controller does it: the old pod goes, then the new one comes.
     cluster.kubectl(&["delete", "pod", "-n", "kube-system", "vcuda-1", "--timeout=60s"], None).unwrap();
-    enforced(&cluster, &before).await;
+    probe::holds_8_gib(cluster.cri(), &before).await.unwrap();
     serve(&mut cluster, "vcuda-2", "next").await.unwrap();
     let spec = fs::read_to_string(cluster.vcuda.file().paths.cdi.join("tencent.com-vcuda.json")).unwrap();
     let hook = install(&cluster, "next").join("bin/vcuda-hook");
     assert!(hook.exists() && spec.contains(hook.to_str().unwrap()), "{spec}");
     let after = runs(&mut cluster, "after").await;
-    enforced(&cluster, &after).await;
+    probe::holds_8_gib(cluster.cri(), &after).await.unwrap();
     let (phase, id) = cluster.pod_state("before").unwrap();
     assert_eq!((phase.as_str(), id.as_deref()), ("Running", Some(before.as_str())), "the same container");
-    enforced(&cluster, &before).await;
+    probe::holds_8_gib(cluster.cri(), &before).await.unwrap();
     let alive = cluster.cri().exec(&before, &["sh", "-c", &format!("kill -0 {}", held)]).await.unwrap();
     assert_eq!(alive.code, 0, "what ran through the update: {alive:?}");
     for pod in ["before", "after"] {
