@@ -28,6 +28,7 @@ fn what_a_script_does_not_know_is_told_before_it_begins() {
         ("demo", &["-o", "json", "now"], "now is not known here"),
         ("demo", &["--outputs=json"], "--outputs=json is not known here"),
         ("bench", &["share", "-o", "text"], "-o cannot be text; it is table or json"),
+        ("bench", &["share", "--governor", "off"], "--governor cannot be off; it is with or without or both"),
         ("bench", &["--quick=1"], "--quick=1 is not known here"),
         ("bench", &["--rounds"], "--rounds has no value"),
         ("test", &["node"], "node is not known here"),
@@ -61,6 +62,13 @@ fn help_is_the_comment_at_the_head() {
         let output =
             Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join(script)).arg("--help").output().unwrap();
         assert!(output.status.success(), "{script}");
-        assert!(String::from_utf8(output.stdout).unwrap().starts_with(first), "{script}");
+        let told = String::from_utf8(output.stdout).unwrap();
+        assert!(told.starts_with(first), "{script}");
+        let usage = source.lines().find_map(|line| line.strip_prefix("usage ")).unwrap();
+        for option in usage.split(['"', ' ']).filter(|word| word.starts_with("--")) {
+            let name = option.split('=').next().unwrap();
+            // -o and --output are one.
+            assert!(name == "--output" || told.contains(name), "{script} --help: no {name}");
+        }
     }
 }
