@@ -1,10 +1,12 @@
 //! Many pods at once to one node, or one, and how long it takes until all are scheduled, have started and are known to
-//! run: with shares and without, turn by turn on one cluster.
+//! run: with shares and without, turn by turn on one cluster; and on one without vcuda, with as many devices of plugins
+//! that do nothing and without, which tells what kubelet and the API server take for such devices.
 
 use std::{
     collections::BTreeMap,
     fs,
     io::{BufRead, BufReader},
+    path::Path,
     process::{Child, Command, Stdio},
     sync::mpsc::{self, Receiver, RecvTimeoutError},
     thread,
@@ -18,9 +20,10 @@ use serde_json::{Value, json};
 
 use crate::{
     cluster::{Cluster, SCHEDULER_NAME},
+    counters::Counter,
     driver::Wanted,
     host::Options,
-    interrupt,
+    interrupt, probe,
 };
 
 /// Until all pods run. HAMi#1367: 40 took a quarter of an hour.
@@ -31,6 +34,12 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// What the shares' GPUs hold together: 20 shares of 5 core each.
 const PER_GPU: usize = 20;
+
+/// Core and memory units of a share.
+const SHARE: [u32; 2] = [5, 4];
+
+/// What plugins that do nothing offer in the place of core and memory units.
+const PLAIN_DEVICES: [&str; 2] = ["bench.local/core", "bench.local/memory"];
 
 /// Creates pods at once on a real cluster of one node, with shares and without, and compares the times.
 #[derive(Args)]
@@ -56,16 +65,35 @@ pub enum Kind {
     Unscheduled,
     /// A share each, and vcuda-scheduler picks the GPU.
     Share,
+    /// No share, on a cluster without vcuda.
+    Bare,
+    /// There, as many devices each of plugins that do nothing.
+    Devices,
 }
 
 impl Kind {
-    const ALL: [Self; 3] = [Self::Plain, Self::Unscheduled, Self::Share];
+    const WITH_VCUDA: [Self; 3] = [Self::Plain, Self::Unscheduled, Self::Share];
+    const WITHOUT: [Self; 2] = [Self::Bare, Self::Devices];
+
+    /// What it is compared with.
+    fn base(self) -> Self {
+        match self {
+            Self::Plain | Self::Unscheduled | Self::Share => Self::Plain,
+            Self::Bare | Self::Devices => Self::Bare,
+        }
+    }
+
+    fn has_share(self) -> bool {
+        matches!(self, Self::Unscheduled | Self::Share)
+    }
 
     fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
             Self::Unscheduled => "unscheduled",
             Self::Share => "share",
+            Self::Bare => "bare",
+            Self::Devices => "devices",
         }
     }
 
@@ -74,6 +102,8 @@ impl Kind {
             Self::Plain => "no share",
             Self::Unscheduled => "share, placed by the node",
             Self::Share => "share, placed by vcuda-scheduler",
+            Self::Bare => "no share, without vcuda",
+            Self::Devices => "as many devices, without vcuda",
         }
     }
 }
@@ -93,12 +123,14 @@ pub struct Burst {
 
 /// Creates `count` pods at once, waits until all run, and deletes them.
 pub async fn burst(cluster: &mut Cluster, name: &str, kind: Kind, count: usize) -> Result<Burst> {
-    let limits = match kind {
-        Kind::Plain => json!({}),
-        Kind::Unscheduled | Kind::Share => {
-            json!({"tencent.com/vcuda-core": 5, "tencent.com/vcuda-memory": 4})
-        }
+    let resources = match kind {
+        Kind::Plain | Kind::Bare => None,
+        Kind::Unscheduled | Kind::Share => Some(cluster.vcuda.resources()),
+        Kind::Devices => Some(PLAIN_DEVICES.map(Into::into)),
     };
+    let limits: BTreeMap<String, u32> =
+        resources.into_iter().flat_map(|names| names.into_iter().zip(SHARE)).collect();
+    let limits = json!(limits);
     let label = format!("burst={name}");
     let pods: Vec<Value> = (0..count)
         .map(|n| {
@@ -126,7 +158,7 @@ pub async fn burst(cluster: &mut Cluster, name: &str, kind: Kind, count: usize) 
         *seconds -= before.get(part).copied().unwrap_or_default();
     }
     let started = last_start(cluster).await?.duration_since(begun_at)?;
-    let shares = if kind == Kind::Plain { 0 } else { count };
+    let shares = if kind.has_share() { count } else { 0 };
     ensure!(cluster.vcuda.shares().len() == shares, "{name}: {} shares", cluster.vcuda.shares().len());
     cluster.kubectl(&["delete", "pods", "-l", &label, "--wait=true", "--timeout=600s"], None)?;
     cluster
@@ -154,8 +186,7 @@ fn cpu(cluster: &mut Cluster) -> Result<BTreeMap<&'static str, f64>> {
         let at = |field: usize| fields.get(field).and_then(|text| text.parse::<f64>().ok());
         Ok((at(11).context("no utime")? + at(12).context("no stime")?) / tick)
     };
-    let parts = cluster.parts()?;
-    parts.into_iter().map(|(name, process)| Ok((name, of(process)?))).collect()
+    cluster.parts().into_iter().map(|(name, process)| Ok((name, of(process)?))).collect()
 }
 
 /// `kubectl get --watch`: a line for each change of a pod, with its node and its phase.
@@ -230,7 +261,7 @@ struct Line {
     running_s: f64,
     /// Slowest round, in seconds.
     slowest_s: f64,
-    /// Medians of the rounds' ratios to the burst without shares of the same round.
+    /// Medians of the rounds' ratios to the burst without shares, on the same cluster, of the same round.
     started_ratio: f64,
     ratio: f64,
     /// Processor time of each part, in seconds, mean of a burst.
@@ -279,30 +310,70 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-async fn measure(arguments: &Arguments) -> Result<Figures> {
-    let binaries = Cluster::binaries()
-        .context("KUBE_BIN_DIR must name the folder with kubelet and its peers: integration/kube/build.sh")?;
-    let gpus = u32::try_from(arguments.pods.div_ceil(PER_GPU).max(1))?;
-    let options = Options { driver: Wanted::Simulated(gpus), ..Options::from_env()? };
-    let mut cluster = Cluster::with_scheduler(&binaries, &options).await?;
-    let mut bursts: BTreeMap<&str, Vec<Burst>> = BTreeMap::new();
+/// Makes bursts of `kinds`, turn by turn.
+async fn rounds(
+    cluster: &mut Cluster,
+    kinds: &[Kind],
+    arguments: &Arguments,
+    bursts: &mut BTreeMap<&str, Vec<Burst>>,
+) -> Result<()> {
     // What is done for the first time is slower, so the first round does not count.
     for round in 0..=arguments.rounds {
-        let mut kinds = Kind::ALL;
         // Whoever comes first in a round has an advantage or a drawback: each has it in turn.
-        kinds.rotate_left(round % Kind::ALL.len());
-        for kind in kinds {
+        let first = round % kinds.len();
+        for &kind in kinds[first..].iter().chain(&kinds[..first]) {
             let name = format!("{}-{round}", kind.name());
-            let burst = burst(&mut cluster, &name, kind, arguments.pods).await?;
+            let burst = burst(cluster, &name, kind, arguments.pods).await?;
             eprintln!("bench: {name}: scheduled {:.1?}, running {:.1?}", burst.scheduled, burst.running);
             if round > 0 {
                 bursts.entry(kind.name()).or_default().push(burst);
             }
         }
     }
+    Ok(())
+}
+
+/// A cluster without vcuda, whose node offers `units` of each of [`PLAIN_DEVICES`] on each of `gpus` GPUs that there are
+/// not; and the plugins, which serve as long as they are held.
+async fn without_vcuda(
+    binaries: &Path,
+    options: &Options,
+    gpus: u8,
+    units: [u32; 2],
+) -> Result<(Cluster, Vec<Counter>)> {
+    let mut cluster = Cluster::start(binaries, options).await?;
+    cluster.import(&probe::image("bookworm")?)?;
+    let folder = cluster.vcuda.file().paths.kubelet.clone();
+    let mut counters = Vec::new();
+    for (resource, units) in PLAIN_DEVICES.into_iter().zip(units) {
+        counters.push(Counter::start(&folder, resource, gpus, units).await?);
+    }
+    let offered = |cluster: &Cluster| {
+        PLAIN_DEVICES.iter().all(|resource| cluster.allocatable(resource).is_ok_and(|units| units > 0))
+    };
+    cluster.wait_until("the plain devices are on offer", PATIENCE, offered).await?;
+    Ok((cluster, counters))
+}
+
+async fn measure(arguments: &Arguments) -> Result<Figures> {
+    ensure!(arguments.rounds > 0, "at least one round");
+    let binaries = Cluster::binaries()
+        .context("KUBE_BIN_DIR must name the folder with kubelet and its peers: integration/kube/build.sh")?;
+    let gpus = u8::try_from(arguments.pods.div_ceil(PER_GPU).max(1))?;
+    let options = Options { driver: Wanted::Simulated(gpus.into()), ..Options::from_env()? };
+    let mut bursts: BTreeMap<&str, Vec<Burst>> = BTreeMap::new();
+    let mut cluster = Cluster::with_scheduler(&binaries, &options).await?;
+    let mut units = [0; 2];
+    for (units, resource) in units.iter_mut().zip(cluster.vcuda.resources()) {
+        *units = u32::try_from(cluster.allocatable(&resource)?)? / u32::from(gpus);
+    }
+    rounds(&mut cluster, &Kind::WITH_VCUDA, arguments, &mut bursts).await?;
+    drop(cluster);
+    let (mut cluster, _counters) = without_vcuda(&binaries, &options, gpus, units).await?;
+    rounds(&mut cluster, &Kind::WITHOUT, arguments, &mut bursts).await?;
     let ratio = |kind: Kind, of: fn(&Burst) -> Duration| {
         let seconds = |kind: Kind| bursts[kind.name()].iter().map(move |burst| of(burst).as_secs_f64());
-        median(seconds(kind).zip(seconds(Kind::Plain)).map(|(with, without)| with / without).collect())
+        median(seconds(kind).zip(seconds(kind.base())).map(|(with, without)| with / without).collect())
     };
     let line = |kind: Kind| {
         let bursts = &bursts[kind.name()];
@@ -323,7 +394,7 @@ async fn measure(arguments: &Arguments) -> Result<Figures> {
             cpu_s,
         }
     };
-    let bursts = Kind::ALL.map(line).into();
+    let bursts = Kind::WITH_VCUDA.into_iter().chain(Kind::WITHOUT).map(line).collect();
     Ok(Figures { pods: arguments.pods, rounds: arguments.rounds, bursts })
 }
 

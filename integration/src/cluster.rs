@@ -249,21 +249,21 @@ impl Cluster {
         command
     }
 
-    /// The processes of the cluster by name.
-    pub fn parts(&mut self) -> Result<Vec<(&'static str, u32)>> {
+    /// The processes of the cluster that run, by name.
+    pub fn parts(&mut self) -> Vec<(&'static str, u32)> {
         let mut parts = vec![
             ("etcd", self.etcd.id()),
             ("kube-apiserver", self.api_server.id()),
             ("kube-scheduler", self.scheduler.id()),
             ("kubelet", self.kubelet.id()),
             ("containerd", self.host.containerd.process_id()),
-            ("vcuda-device-plugin", self.host.vcuda.device_plugin()?.id()),
-            ("vcuda-nri-plugin", self.host.vcuda.nri_plugin()?.id()),
         ];
+        parts.extend(self.host.vcuda.device_plugin().ok().map(|plugin| ("vcuda-device-plugin", plugin.id())));
+        parts.extend(self.host.vcuda.nri_plugin().ok().map(|plugin| ("vcuda-nri-plugin", plugin.id())));
         if let Some([extender, scheduler]) = &self.extender {
             parts.extend([("vcuda-scheduler", extender.id()), ("kube-scheduler of shares", scheduler.id())]);
         }
-        Ok(parts)
+        parts
     }
 
     /// Creates a pod of one container that asks for `limits`.

@@ -8,6 +8,7 @@ pub mod burst;
 pub mod cache;
 pub mod cluster;
 pub mod containerd;
+pub mod counters;
 pub mod cri;
 pub mod devices;
 pub mod driver;
