@@ -55,6 +55,24 @@ pub fn follow(path: PathBuf) -> watch::Receiver<()> {
     notices
 }
 
+/// Passes on notices, and those that come within `pause` of one together with it: for whoever looks at everything then.
+pub fn gather(mut notices: watch::Receiver<()>, pause: Duration) -> watch::Receiver<()> {
+    let (notice, gathered) = watch::channel(());
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                () = notice.closed() => return,
+                changed = notices.changed() => if changed.is_err() { return },
+            }
+            time::sleep(pause).await;
+            // What comes from here on is told once more.
+            notices.mark_unchanged();
+            notice.send_replace(());
+        }
+    });
+    gathered
+}
+
 /// The folder that is at the path at the moment.
 struct Watch<'a> {
     path: &'a Path,
@@ -129,6 +147,24 @@ mod tests {
             fs::remove_dir_all(&folder).unwrap();
             noticed(&mut notices).await;
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn notices_that_come_together_are_passed_on_as_one_and_a_later_one_is_not_lost() {
+        const PAUSE: Duration = Duration::from_millis(100);
+        let (notice, notices) = watch::channel(());
+        let mut gathered = gather(notices, PAUSE);
+        for _ in 0..2 {
+            for _ in 0..5 {
+                notice.send_replace(());
+                time::sleep(PAUSE / 10).await;
+            }
+            gathered.changed().await.unwrap();
+            let more = time::timeout(10 * PAUSE, gathered.changed()).await;
+            assert!(more.is_err(), "what came within the pause was told before");
+        }
+        drop(gathered);
+        notice.closed().await;
     }
 
     #[tokio::test]

@@ -96,7 +96,7 @@ pub async fn run(
     let mut kubelet = folder::follow(paths.kubelet.clone());
     let events = Events::new(access.clone());
     let warned = tokio::spawn(warned::follow(paths.clone(), events, shares.clone(), stop.clone()));
-    let ports = Ports { gpus, shares: shares.clone(), cordon, expect };
+    let ports = Ports { gpus, shares: folder::gather(shares.clone(), GATHER), cordon, expect };
     let _cluster =
         AbortOnDrop(tokio::spawn(cluster::follow(access, names, paths.shares(), ports)).abort_handle());
     let mut sessions = JoinSet::new();
