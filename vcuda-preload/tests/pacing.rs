@@ -30,7 +30,12 @@ fn snapshot(model: &Model) -> region::UsageSnapshot {
 /// that nobody knew yet for each of `processes`.
 fn assert_held(model: &Model, since: Instant, longest_ns: u64, processes: u64) {
     let window = u64::try_from(since.elapsed().as_nanos()).unwrap();
-    let terms = region::Terms { slots: Slots::ALL, rate_permille: 200, charge_permille: 1000 };
+    let terms = region::Terms {
+        slots: Slots::ALL,
+        slot_ns: region::SLOT_NS,
+        rate_permille: 200,
+        charge_permille: 1000,
+    };
     let most = terms.most_in(window, longest_ns) + (1 + processes) * longest_ns;
     let busy = model.busy_ns(0);
     assert!(busy <= most, "{busy} ns of {window}, at most {most}");

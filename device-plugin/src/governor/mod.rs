@@ -23,6 +23,7 @@ use std::{
 };
 
 use ledger::ShareName;
+use region::{Demand, Stretching};
 use serde::Serialize;
 use tokio::sync::oneshot;
 use tracing::{debug, error};
@@ -109,6 +110,8 @@ pub struct Governor {
     meter: Arc<Meter>,
     cgroups: Cgroups,
     shares: BTreeMap<ShareName, Governed>,
+    /// How long the slots of each GPU last.
+    stretching: BTreeMap<GpuUuid, Stretching>,
     last_ns: u64,
     /// Shares whose record cannot be read: their slots are unknown.
     unreadable: BTreeSet<ShareName>,
@@ -157,6 +160,7 @@ impl Governor {
             meter,
             cgroups: Cgroups::new(proc),
             shares: BTreeMap::new(),
+            stretching: BTreeMap::new(),
             last_ns: 0,
             unreadable: BTreeSet::new(),
             told: None,
@@ -270,12 +274,23 @@ impl Governor {
                 by_gpu.entry(gpu.uuid.clone()).or_default().push((name.clone(), at));
             }
         }
+        self.stretching.retain(|gpu, _| by_gpu.contains_key(gpu));
         let mut less = BTreeSet::new();
-        for on_gpu in by_gpu.values() {
-            let shares: Vec<lend::Share> = on_gpu
+        for (gpu, on_gpu) in &by_gpu {
+            let mut shares: Vec<lend::Share> = on_gpu
                 .iter()
                 .map(|(name, at)| self.shares[name].on(*at, now_ns, self.work_conserving))
                 .collect();
+            let running = on_gpu.iter().zip(&shares).filter(|(_, share)| share.running);
+            let demands: Option<Vec<Demand>> =
+                running.map(|((name, at), _)| self.shares[name].demand(*at, now_ns)).collect();
+            let demands = demands.filter(|_| self.unreadable.is_empty());
+            let stretching = self.stretching.entry(gpu.clone()).or_default();
+            let stretch = stretching.tick(now_ns, demands.as_deref());
+            if stretching.is_stretched(now_ns) {
+                // What is lent of such slots would not be back in time.
+                shares.iter_mut().for_each(|share| share.active = share.running);
+            }
             let lent = if self.unreadable.is_empty() {
                 lend::lend(&shares)
             } else {
@@ -283,6 +298,7 @@ impl Governor {
             };
             for ((name, at), lent) in on_gpu.iter().zip(lent) {
                 let Some(share) = self.shares.get_mut(name) else { continue };
+                share.gpus[*at].stretch = stretch;
                 let had = std::mem::replace(&mut share.gpus[*at].lent, lent);
                 if !had.slots.difference(lent.slots).is_empty() || lent.rate_permille < had.rate_permille {
                     less.insert(name.clone());

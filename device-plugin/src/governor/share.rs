@@ -3,13 +3,17 @@
 use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
 use ledger::{Priority, ShareFolder, ShareName, ShareRecord, ShareState};
-use region::{Correction, LimitsWriter, UsageReader};
+use region::{Correction, Demand, KernelLength, LimitsWriter, SLOT_NS, SLOTS, Stretch, UsageReader};
 use vcuda_config::GpuUuid;
 
 use super::lend;
 
 /// How long after its last sign of work a share counts as active: two ticks, so that one late look does not end it.
 const ACTIVE_NS: u64 = 200_000_000;
+
+/// How long after its last sign of work a share no longer says how long slots should last: some samples of the driver's, which
+/// alone tells of a program that waits for a kernel.
+const SILENT_NS: u64 = 1_000_000_000;
 
 /// Over how long use is averaged for the eye.
 const SHOWN_NS: u64 = 1_000_000_000;
@@ -49,6 +53,8 @@ pub(super) struct OnGpu {
     /// GPU time that the driver saw it use.
     pub driver_ns: u64,
     pub correction: Correction,
+    /// What its kernels last.
+    length: KernelLength,
     /// CLOCK_MONOTONIC of its last sign of work.
     sign_ns: u64,
     /// CLOCK_MONOTONIC when last nothing held it back.
@@ -58,6 +64,7 @@ pub(super) struct OnGpu {
     /// Thousandths that its own measure counts.
     pub charge_permille: u32,
     pub lent: lend::Lent,
+    pub stretch: Stretch,
 }
 
 /// A counter of a container's, which may write anything there: what it adds up to, and never less than before.
@@ -171,7 +178,7 @@ impl Governed {
             }
         };
         // Launches are not told apart by GPU: a share spans one.
-        let launched = self.launches.see(usage.launches) > 0;
+        let launches = self.launches.see(usage.launches);
         self.throttled_ns.see(usage.throttled_ns);
         let others = std::mem::replace(&mut self.generation, usage.generation) != usage.generation;
         for gpu in &mut self.gpus {
@@ -180,7 +187,7 @@ impl Governed {
             let own = gpu.charged_ns.see(said.charged_ns);
             let seen = driver(&gpu.uuid);
             gpu.driver_ns = gpu.driver_ns.saturating_add(seen);
-            let sign = if launched || own > 0 || seen > 0 { now_ns } else { said.waiting_ns.min(now_ns) };
+            let sign = if launches > 0 || own > 0 || seen > 0 { now_ns } else { said.waiting_ns.min(now_ns) };
             gpu.sign_ns = gpu.sign_ns.max(sign);
             gpu.own.add(passed_ns, own);
             gpu.driver.add(passed_ns, seen);
@@ -191,6 +198,7 @@ impl Governed {
                 gpu.correction = Correction::default();
             }
             gpu.charge_permille = gpu.correction.add(passed_ns, seen, own, usage.most_processes);
+            gpu.length.add(own.saturating_mul(gpu.charge_permille.into()) / 1000, launches);
         }
     }
 
@@ -206,6 +214,19 @@ impl Governed {
             running: self.record.state == ShareState::Running && self.files.is_some(),
             active: now_ns.saturating_sub(self.gpus[at].sign_ns) <= ACTIVE_NS,
         }
+    }
+
+    /// What says how long slots of its GPU should last; none where they must not last longer: it has been at rest, or its shim
+    /// knows nothing of it.
+    pub(super) fn demand(&self, at: usize, now_ns: u64) -> Option<Demand> {
+        let (gpu, own) = (&self.gpus[at], self.record.gpus[at].slots);
+        let files = self.files.as_ref()?;
+        let works = now_ns.saturating_sub(gpu.sign_ns) <= SILENT_NS;
+        if !works || own.is_empty() || !files.limits.limits().stretches() {
+            return None;
+        }
+        let row = own.union(gpu.lent.slots).longest_ns(SLOT_NS) / SLOT_NS;
+        Some(Demand { row: u32::try_from(row).unwrap_or(SLOTS), kernel_ns: gpu.length.ns() })
     }
 
     /// Tells the container how it may go on. What its record says is written again where it differs: by a change that
@@ -224,6 +245,7 @@ impl Governed {
                 let uuid = gpu.uuid.bytes();
                 let lease =
                     region::Lease { slots: gpu.lent.slots, rate_permille: gpu.lent.rate_permille, until_ns };
+                writer.set_stretch(&uuid, gpu.stretch)?;
                 writer.set_lease(&uuid, &lease)?;
                 writer.set_charge(&uuid, gpu.charge_permille)?;
                 writer.set_busy_percent(&uuid, gpu.busy_permille().div_ceil(10))?;
@@ -270,12 +292,14 @@ impl OnGpu {
             charged_ns: Rising::default(),
             driver_ns: 0,
             correction: Correction::default(),
+            length: KernelLength::default(),
             sign_ns: 0,
             unpaced_ns: 0,
             own: Rate::default(),
             driver: Rate::default(),
             charge_permille: 1000,
             lent: lend::Lent::default(),
+            stretch: Stretch::default(),
         }
     }
 

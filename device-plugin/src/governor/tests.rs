@@ -286,3 +286,88 @@ fn low_work_yields_idle_time_to_normal_work_with_the_next_tick_and_has_it_back_w
     node.ticks(4, &[&a]);
     assert_eq!(node.may(&a), (1000, Slots::ALL));
 }
+
+/// A container whose kernels of `kernel_ns` take its whole share of each tick.
+fn works(node: &Node, container: &Container, kernel_ns: u64) {
+    let used = TICK_NS / 100 * u64::from(container.limits.get(0).unwrap().core_percent);
+    container.usage.budget(0).unwrap().count(node.now, node.now - used, node.now);
+    let me = container.usage.claim().unwrap();
+    let launches = container.usage.counters(me).0;
+    let before = launches.load(Relaxed);
+    // As many as have ended by now.
+    launches.store(before.max((node.now - 5_000_000_000) * used / TICK_NS / kernel_ns), Relaxed);
+}
+
+/// Ticks in which these containers work, with kernels of so many milliseconds.
+fn work(node: &mut Node, ticks: u32, containers: &[(&Container, u64)]) {
+    for _ in 0..ticks {
+        containers.iter().for_each(|(container, ms)| works(node, container, ms * 1_000_000));
+        node.tick(&[]);
+    }
+}
+
+fn slot_ms(node: &Node, container: &Container) -> u64 {
+    node.pace(container).slot_ns(node.now) / 1_000_000
+}
+
+#[test]
+fn slots_last_longer_where_all_have_long_kernels_and_as_ever_once_one_has_short_ones() {
+    let mut node = Node::new(false);
+    let (a, b) = (node.bind("a", 10, Terms::default()), node.bind("b", 90, Terms::default()));
+    work(&mut node, 20, &[(&a, 5), (&b, 5)]);
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (1, 1));
+    work(&mut node, 30, &[(&a, 5), (&b, 5)]);
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (5, 5));
+    assert_eq!(node.pace(&a).stretch, node.pace(&b).stretch);
+    for _ in 0..10 {
+        let me = b.usage.claim().unwrap();
+        b.usage.counters(me).0.fetch_add(10_000, Relaxed);
+        work(&mut node, 1, &[(&a, 5), (&b, 5)]);
+    }
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (1, 1));
+}
+
+/// Time of longer slots would come back too late.
+#[test]
+fn nothing_of_idle_owners_is_lent_before_slots_are_as_ever() {
+    let mut node = Node::new(false);
+    let (a, b) = (node.bind("a", 10, limit(100)), node.bind("b", 90, Terms::default()));
+    work(&mut node, 50, &[(&a, 20), (&b, 20)]);
+    assert!(slot_ms(&node, &a) > 1);
+    let mut lent = false;
+    for _ in 0..40 {
+        work(&mut node, 1, &[(&a, 20)]);
+        lent |= node.may(&a).0 > 100;
+        assert!(!lent || slot_ms(&node, &a) == 1);
+    }
+    assert_eq!(node.may(&a).0, 1000);
+}
+
+#[test]
+fn longer_slots_end_with_the_governor() {
+    let mut node = Node::new(false);
+    let (a, b) = (node.bind("a", 10, Terms::default()), node.bind("b", 90, Terms::default()));
+    work(&mut node, 50, &[(&a, 5), (&b, 5)]);
+    assert_eq!(slot_ms(&node, &a), 5);
+    node.now += 250_000_000;
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (1, 1));
+    node.restart();
+    work(&mut node, 5, &[(&a, 5), (&b, 5)]);
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (1, 1), "it has yet to see what they do");
+    work(&mut node, 50, &[(&a, 5), (&b, 5)]);
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (5, 5));
+}
+
+/// Its shim would launch at other times than its neighbours leave to it.
+#[test]
+fn slots_stay_as_they_are_beside_a_container_of_an_earlier_version() {
+    use std::os::unix::fs::FileExt;
+    let mut node = Node::new(false);
+    let (a, b) = (node.bind("a", 10, Terms::default()), node.bind("b", 90, Terms::default()));
+    let folder = ShareFolder::new(&node.folder.path().join("shares"), &"a_main".parse().unwrap());
+    let file = fs::File::options().write(true).open(folder.limits()).unwrap();
+    // Where that version left the four bytes that say that the shim knows of it.
+    file.write_all_at(&[0; 4], 20).unwrap();
+    work(&mut node, 100, &[(&a, 5), (&b, 5)]);
+    assert_eq!((slot_ms(&node, &a), slot_ms(&node, &b)), (1, 1));
+}

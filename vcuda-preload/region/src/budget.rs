@@ -19,7 +19,7 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
-use crate::{MAX_GPUS, PERIOD_NS, Pace, Process, SLOT_NS, Slots, Usage, fault, layout::GpuTotal};
+use crate::{MAX_GPUS, PERIOD_NS, Pace, Process, SLOT_NS, SLOTS, Slots, Usage, fault, layout::GpuTotal};
 
 /// Further ahead the budget's word never counts: one kernel of half a minute at ten percent.
 const MAX_DEBT_NS: u64 = 300_000_000_000;
@@ -42,6 +42,8 @@ const MAX_ATTEMPTS: u32 = 1 << 12;
 pub struct Terms {
     /// Slots in which a launch may go.
     pub slots: Slots,
+    /// How long a slot lasts, in nanoseconds: not 0.
+    pub slot_ns: u64,
     /// Share of the GPU's time, in thousandths: 1 to 1000.
     pub rate_permille: u32,
     /// What a measured nanosecond costs, in thousandths: 50 to 4000.
@@ -53,6 +55,7 @@ impl Pace {
     pub fn terms(&self, now_ns: u64) -> Terms {
         Terms {
             slots: self.slots(now_ns),
+            slot_ns: self.slot_ns(now_ns),
             rate_permille: self.rate_permille(now_ns),
             charge_permille: self.charge_permille(),
         }
@@ -64,6 +67,10 @@ impl Terms {
         u64::from(self.rate_permille.clamp(1, 1000))
     }
 
+    fn period(&self) -> u64 {
+        self.slot_ns * u64::from(SLOTS)
+    }
+
     /// By how much `ns` of measured GPU time move the budget.
     pub fn cost(&self, ns: u64) -> u64 {
         let cost = u128::from(ns) * u128::from(self.charge_permille) / u128::from(self.rate());
@@ -72,7 +79,7 @@ impl Terms {
 
     /// How far ahead of the clock the budget may be for work to go.
     fn ahead(&self) -> u64 {
-        PERIOD_NS * (1000 - self.rate()) / 1000
+        self.period() * (1000 - self.rate()) / 1000
     }
 
     /// How much further back the budget must be for a process to go on that it has refused. Nothing where the slots end
@@ -81,12 +88,13 @@ impl Terms {
         if u64::from(self.slots.count()) * 10 <= self.rate() {
             return 0;
         }
-        self.cost(REST_NS).min(PERIOD_NS)
+        self.cost(REST_NS).min(self.period())
     }
 
     /// How far behind the clock it can be, for work of `estimate_ns`: what has not been used longer ago is gone.
     fn behind(&self, estimate_ns: u64) -> u64 {
-        (estimate_ns.clamp(CREDIT_NS, PERIOD_NS) * 1000 / self.rate()).min(PERIOD_NS)
+        let period = self.period();
+        (estimate_ns.clamp(CREDIT_NS, period) * 1000 / self.rate()).min(period)
     }
 
     /// The most GPU time that can be used within `window_ns` by launches that are thought to take up to `estimate_ns`,
@@ -300,7 +308,7 @@ mod tests {
     }
 
     fn terms(rate_permille: u32) -> Terms {
-        Terms { slots: Slots::ALL, rate_permille, charge_permille: 1000 }
+        Terms { slots: Slots::ALL, slot_ns: SLOT_NS, rate_permille, charge_permille: 1000 }
     }
 
     #[test]
@@ -408,10 +416,11 @@ mod tests {
         #[test]
         fn in_any_window_a_container_gets_its_rate_and_the_stated_burst(
             rate in 1..=1000_u32,
+            times in 1..=20_u64,
             steps in prop::collection::vec((0..30_000_000_u64, 1..40_000_000_u64, 0..400_u64), 1..120),
         ) {
             let (_folder, usage) = usage();
-            let (budget, terms) = (usage.budget(0).unwrap(), terms(rate));
+            let (budget, terms) = (usage.budget(0).unwrap(), Terms { slot_ns: times * SLOT_NS, ..terms(rate) });
             let mut now = 77 * PERIOD_NS;
             let mut longest = 0;
             let mut done: Vec<(u64, u64)> = Vec::new();
@@ -460,7 +469,7 @@ mod tests {
             words.done_ns.store(frontier, Relaxed);
             usage.file().slots[9].open_since_ns[0].store(open, Relaxed);
             let budget = usage.budget(0).unwrap();
-            let terms = Terms { slots: Slots::NONE, rate_permille: rate, charge_permille: charge };
+            let terms = Terms { slots: Slots::NONE, slot_ns: SLOT_NS, rate_permille: rate, charge_permille: charge };
             if let Err(wait) = budget.take(now, &terms, estimate, &mut false) {
                 prop_assert!(wait > 0 && wait <= MAX_DEBT_NS);
             }

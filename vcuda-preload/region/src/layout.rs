@@ -21,7 +21,8 @@ pub(crate) struct LimitsFile {
     pub header: Header,
     /// GPUs of this share; that many of `gpus` count.
     pub gpu_count: AtomicU32,
-    _pad: AtomicU32,
+    /// 1 where the shim that is mounted with this file knows `stretch`; 0 from versions that did not.
+    pub stretches: AtomicU32,
     /// CLOCK_MONOTONIC of the governor's last tick in nanoseconds; 0 before the first.
     pub heartbeat_ns: AtomicU64,
     _reserved: [AtomicU64; 12],
@@ -53,7 +54,9 @@ pub(crate) struct LimitEntry {
     pub charge_permille: AtomicU64,
     /// CLOCK_MONOTONIC in nanoseconds when `unseen_bytes` was measured.
     pub unseen_at_ns: AtomicU64,
-    _reserved: [AtomicU64; 2],
+    /// See `pace::Stretch`.
+    pub stretch: AtomicU64,
+    _reserved: AtomicU64,
 }
 
 /// `usage`: header page, totals page, then one slot a process, then what processes let each other have.
@@ -173,6 +176,7 @@ mod tests {
             (offset_of!(LimitEntry, charge_permille), offset_of!(LimitEntry, unseen_at_ns)),
             (96, 104)
         );
+        assert_eq!((offset_of!(LimitEntry, stretch), offset_of!(LimitsFile, stretches)), (112, 20));
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
         assert_eq!((offset_of!(UsageFile, exports_used), offset_of!(UsageFile, exports_made)), (144, 152));
         assert_eq!((offset_of!(UsageFile, exports), offset_of!(Export, importers)), (8192 + 1024 * 512, 64));

@@ -23,6 +23,7 @@ mod pair;
 mod process;
 mod slots;
 mod snapshot;
+mod stretch;
 mod usage;
 
 pub use account::Refused;
@@ -30,9 +31,10 @@ pub use budget::{Budget, Terms};
 pub use correct::Correction;
 pub use exports::{Exported, Key};
 pub use limits::{GpuLimit, Limits, LimitsWriter, UNSEEN_LASTS_NS};
-pub use pace::{Lease, Pace};
+pub use pace::{Lease, MAX_STRETCH, Pace, Stretch};
 pub use slots::{PERIOD_NS, SLOT_NS, SLOTS, Slots};
 pub use snapshot::{GpuUsage, ProcessUsage, UsageReader, UsageSnapshot};
+pub use stretch::{Demand, KernelLength, Stretching};
 pub use usage::{Process, Usage};
 
 /// Version of both layouts. The shim refuses files of another version; the node writes files and mounts the shim

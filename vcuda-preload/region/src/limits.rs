@@ -16,7 +16,7 @@ use std::{
 };
 
 use crate::{
-    Lease, MAX_GPUS, Pace, Slots, VERSION,
+    Lease, MAX_GPUS, Pace, Slots, Stretch, VERSION,
     layout::{Header, LIMITS_MAGIC, LIMITS_SIZE, LimitEntry, LimitsFile},
     mapping::{Mapping, invalid, open},
     pair::{halves, whole},
@@ -74,6 +74,7 @@ impl Limits {
                 entry.set(gpu);
             }
             map.gpu_count.store(count, Relaxed);
+            map.stretches.store(1, Relaxed);
             stamp(&map.header, LIMITS_MAGIC, LIMITS_SIZE);
             Ok(())
         })
@@ -153,6 +154,12 @@ impl Limits {
         (gpu < self.gpu_count()).then(|| &self.file.gpus[gpu].lease_until_ns)
     }
 
+    /// Whether the container's shim knows slots that last longer: that which was installed when this file was made, with
+    /// which it is mounted.
+    pub fn stretches(&self) -> bool {
+        self.file.stretches.load(Relaxed) == 1
+    }
+
     /// CLOCK_MONOTONIC of the node's last sign of life in nanoseconds; 0 before the first.
     pub fn heartbeat_ns(&self) -> u64 {
         self.file.heartbeat_ns.load(Acquire)
@@ -229,6 +236,15 @@ impl LimitsWriter {
         Ok(())
     }
 
+    /// Says how long slots of the GPU with this UUID last, while the lease does.
+    ///
+    /// # Errors
+    /// The share does not have that GPU.
+    pub fn set_stretch(&self, uuid: &[u8; 16], stretch: Stretch) -> io::Result<()> {
+        self.entry(uuid)?.stretch.store(stretch.word(), Relaxed);
+        Ok(())
+    }
+
     /// Says what the GPU with this UUID was really used, in thousandths of what the container measured itself.
     ///
     /// # Errors
@@ -275,6 +291,7 @@ impl LimitEntry {
                 rate_permille: short(&self.rate_permille),
                 until_ns,
             },
+            stretch: Stretch::from_word(self.stretch.load(Relaxed)),
             charge_permille: short(&self.charge_permille),
         }
     }
@@ -384,7 +401,11 @@ mod tests {
         let lease = Lease { slots: Slots::from_bits(0xf << 62), rate_permille: 500, until_ns: 99 };
         outside.set_lease(&[2; 16], &lease).unwrap();
         outside.set_charge(&[2; 16], 1100).unwrap();
-        let pace = Pace { own: own_slots, core_percent: 40, lease, charge_permille: 1100 };
+        assert_eq!(inside.pace(1).unwrap().stretch, Stretch::default());
+        let stretch = Stretch { before: 1, after: 10, from_ns: 3_000_000_000 };
+        outside.set_stretch(&[2; 16], stretch).unwrap();
+        assert!(outside.limits().stretches());
+        let pace = Pace { own: own_slots, core_percent: 40, lease, stretch, charge_permille: 1100 };
         assert_eq!((inside.pace(1), inside.pace(2)), (Some(pace), None));
         outside.beat(77);
         assert_eq!((inside.busy_percent(1), inside.busy_percent(0)), (Some(37), Some(0)));

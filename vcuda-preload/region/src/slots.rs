@@ -41,10 +41,10 @@ impl Slots {
         self.0
     }
 
-    /// The slot that the moment `now_ns` of CLOCK_MONOTONIC is in.
+    /// The slot that the moment `now_ns` of CLOCK_MONOTONIC is in, where slots last `slot_ns`.
     #[expect(clippy::cast_possible_truncation, reason = "below a hundred")]
-    pub const fn at(now_ns: u64) -> u32 {
-        (now_ns / SLOT_NS % SLOTS as u64) as u32
+    pub const fn at(now_ns: u64, slot_ns: u64) -> u32 {
+        (now_ns / slot_ns % SLOTS as u64) as u32
     }
 
     /// Whether `slot` is in this set.
@@ -107,29 +107,31 @@ impl Slots {
         })
     }
 
-    /// Nanoseconds from `now_ns` to the next moment in one of these slots: 0 within one. None if there is no slot.
-    pub fn wait_from(self, now_ns: u64) -> Option<u64> {
-        let slot = Self::at(now_ns);
+    /// Nanoseconds from `now_ns` to the next moment in one of these slots of `slot_ns`: 0 within one. None if there is no
+    /// slot.
+    pub fn wait_from(self, now_ns: u64, slot_ns: u64) -> Option<u64> {
+        let slot = Self::at(now_ns, slot_ns);
         if self.contains(slot) {
             return Some(0);
         }
         // The coming slots first, then those of the next period.
         let turned = (self.0 >> slot | self.0 << (SLOTS - slot)) & Self::ALL.0;
-        (turned != 0).then(|| u64::from(turned.trailing_zeros()) * SLOT_NS - now_ns % SLOT_NS)
+        (turned != 0).then(|| u64::from(turned.trailing_zeros()) * slot_ns - now_ns % slot_ns)
     }
 
-    /// Nanoseconds from `now_ns` to the end of the slots in a row that it is in: 0 outside, no end if these are all slots.
-    pub fn left_from(self, now_ns: u64) -> u64 {
+    /// Nanoseconds from `now_ns` to the end of the slots of `slot_ns` in a row that it is in: 0 outside, no end if these are
+    /// all slots.
+    pub fn left_from(self, now_ns: u64, slot_ns: u64) -> u64 {
         if self == Self::ALL {
             return u64::MAX;
         }
-        let slot = Self::at(now_ns);
+        let slot = Self::at(now_ns, slot_ns);
         let turned = (self.0 >> slot | self.0 << (SLOTS - slot)) & Self::ALL.0;
-        (u64::from(turned.trailing_ones()) * SLOT_NS).saturating_sub(now_ns % SLOT_NS)
+        (u64::from(turned.trailing_ones()) * slot_ns).saturating_sub(now_ns % slot_ns)
     }
 
-    /// The longest time in a row, in nanoseconds; no end if these are all slots.
-    pub fn longest_ns(self) -> u64 {
+    /// The longest time in a row, in nanoseconds, where slots last `slot_ns`; no end if these are all slots.
+    pub fn longest_ns(self, slot_ns: u64) -> u64 {
         if self == Self::ALL {
             return u64::MAX;
         }
@@ -140,7 +142,7 @@ impl Slots {
             length = if twice(slot) { length + 1 } else { 0 };
             longest = longest.max(length);
         }
-        u64::from(longest.min(SLOTS)) * SLOT_NS
+        u64::from(longest.min(SLOTS)) * slot_ns
     }
 
     pub(crate) fn words(self) -> (u64, u64) {
@@ -204,14 +206,14 @@ mod tests {
     fn a_row_may_go_on_into_the_next_period() {
         let slots = Slots::from_bits(1 << 99 | 0b111);
         let second = 40 * PERIOD_NS;
-        assert_eq!(slots.left_from(second + 99 * SLOT_NS + 5), 4 * SLOT_NS - 5);
+        assert_eq!(slots.left_from(second + 99 * SLOT_NS + 5, SLOT_NS), 4 * SLOT_NS - 5);
         assert_eq!(
-            (slots.left_from(second + 2 * SLOT_NS), slots.left_from(second + 3 * SLOT_NS)),
+            (slots.left_from(second + 2 * SLOT_NS, SLOT_NS), slots.left_from(second + 3 * SLOT_NS, SLOT_NS)),
             (SLOT_NS, 0)
         );
-        assert_eq!((Slots::ALL.left_from(7), Slots::NONE.left_from(7)), (u64::MAX, 0));
-        assert_eq!((slots.longest_ns(), Slots::NONE.longest_ns()), (4 * SLOT_NS, 0));
-        assert_eq!(Slots::from_bits(0b11_0111).longest_ns(), 3 * SLOT_NS);
+        assert_eq!((Slots::ALL.left_from(7, SLOT_NS), Slots::NONE.left_from(7, SLOT_NS)), (u64::MAX, 0));
+        assert_eq!((slots.longest_ns(SLOT_NS), Slots::NONE.longest_ns(SLOT_NS)), (4 * SLOT_NS, 0));
+        assert_eq!(Slots::from_bits(0b11_0111).longest_ns(SLOT_NS), 3 * SLOT_NS);
     }
 
     #[test]
@@ -251,16 +253,16 @@ mod tests {
         #[test]
         fn the_wait_ends_at_the_first_moment_of_the_next_slot(slots in slots(), now: u64) {
             let now = now / 2;
-            match slots.wait_from(now) {
+            match slots.wait_from(now, SLOT_NS) {
                 None => prop_assert!(slots.is_empty()),
-                Some(0) => prop_assert!(slots.contains(Slots::at(now))),
+                Some(0) => prop_assert!(slots.contains(Slots::at(now, SLOT_NS))),
                 Some(wait) => {
                     prop_assert!(wait < PERIOD_NS);
                     prop_assert_eq!((now + wait) % SLOT_NS, 0);
-                    prop_assert!(slots.contains(Slots::at(now + wait)));
-                    prop_assert!(!slots.contains(Slots::at(now + wait - 1)));
+                    prop_assert!(slots.contains(Slots::at(now + wait, SLOT_NS)));
+                    prop_assert!(!slots.contains(Slots::at(now + wait - 1, SLOT_NS)));
                     let starts = (now / SLOT_NS + 1..(now + wait) / SLOT_NS).map(|slot| slot * SLOT_NS);
-                    prop_assert!(starts.chain([now]).all(|moment| !slots.contains(Slots::at(moment))));
+                    prop_assert!(starts.chain([now]).all(|moment| !slots.contains(Slots::at(moment, SLOT_NS))));
                 }
             }
         }

@@ -224,7 +224,7 @@ impl Gate {
         around: &mut Around<'_, M, O>,
     ) -> Answer {
         let (now, terms) = (around.now_ns, around.terms);
-        match terms.slots.wait_from(now) {
+        match terms.slots.wait_from(now, terms.slot_ns) {
             Some(0) => {}
             wait => {
                 self.poll(around);
@@ -274,9 +274,9 @@ impl Gate {
             around.budget.none_queued(now);
             queued = 0;
         }
-        let left = terms.slots.left_from(now);
+        let left = terms.slots.left_from(now, terms.slot_ns);
         if queued.saturating_add(expected) > left {
-            let fits_some_time = expected <= terms.slots.longest_ns();
+            let fits_some_time = expected <= terms.slots.longest_ns(terms.slot_ns);
             let owed = || expected > BATCH_NS && around.budget.covers(now, terms, expected);
             if queued > LAST_NS || fits_some_time && !owed() {
                 if !polled {
@@ -456,7 +456,8 @@ impl Gate {
             let batch = *batch;
             let beside = self.under_way().any(|(_, other)| other.lane != batch.lane)
                 || (around.others)().is_some_and(|since| since < end);
-            let beyond = around.terms.slots.left_from(batch.begun_ns) < end.saturating_sub(batch.begun_ns);
+            let Terms { slots, slot_ns, .. } = *around.terms;
+            let beyond = slots.left_from(batch.begun_ns, slot_ns) < end.saturating_sub(batch.begun_ns);
             self.learn(&batch, end, beside, beyond);
             self.ended(at, end);
             self.moved_ns = now;

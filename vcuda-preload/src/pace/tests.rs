@@ -27,6 +27,7 @@ fn paces(cores: &[u32]) -> Vec<Pace> {
             own,
             core_percent: *core,
             lease: region::Lease { slots: lent, rate_permille: core * 10, until_ns: u64::MAX },
+            stretch: region::Stretch::default(),
             charge_permille: 1000,
         })
         .collect()
@@ -216,4 +217,80 @@ fn a_container_of_64_processes_gets_no_more_than_its_share_and_its_neighbour_no_
     let means: Vec<f64> = world.shares().iter().map(|windows| mean(&windows[8..])).collect();
     println!("[30, 70] 64 processes beside one: {means:.2?}");
     assert!(means[0] <= 31.0 && (69.0..=71.0).contains(&means[1]), "{means:.2?}");
+}
+
+/// Runs loads beside each other under a governor that makes slots last longer where that is due: the world, and the mean of
+/// each after `settled` seconds.
+fn stretched(cores: &[u32], loads: &[&Load], seconds: u64, settled: usize) -> (World, Vec<f64>) {
+    let mut world = World::new();
+    world.governor = true;
+    world.stretches = true;
+    for (pace, load) in paces(cores).into_iter().zip(loads) {
+        world.add(pace, load);
+    }
+    world.run(seconds);
+    let means = world.shares().iter().map(|windows| mean(&windows[settled..])).collect();
+    (world, means)
+}
+
+/// Of a millisecond each, a share's slots end in the middle of a kernel, whose time nobody can tell from a neighbour's.
+#[test]
+fn long_kernels_get_their_shares_in_longer_slots() {
+    // Where even the longest slots hold one kernel, what it was charged before they were is paid off first.
+    for (kernel_ms, seconds, settled) in [(5, 18, 6), (20, 24, 10), (200, 60, 20)] {
+        let load = Load::of(&[kernel_ms * MS]);
+        let beside = [&[10, 90][..], &[10; 10], &[30, 70], &[25; 4]];
+        for cores in &beside[..if full() { 4 } else { 2 }] {
+            let (world, means) = stretched(cores, &vec![&load; cores.len()], seconds, settled);
+            println!("{cores:?} {kernel_ms} ms: {means:.2?} {:?}", world.stretching);
+            let short = if kernel_ms == 5 { 0.3 } else { 1.0 };
+            for ((core, got), windows) in cores.iter().zip(&means).zip(world.shares()) {
+                let asked = f64::from(*core);
+                assert!(
+                    *got <= asked + 0.5 && *got >= asked - short,
+                    "{cores:?} {kernel_ms} ms: {means:.2?}"
+                );
+                let worst = windows[settled..].iter().map(|share| (share - asked).abs()).fold(0.0, f64::max);
+                assert!(kernel_ms > 5 || worst <= 3.0, "{cores:?} {kernel_ms} ms: {windows:.1?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn slots_are_as_ever_where_one_container_has_short_kernels() {
+    let (short, long) = (Load::of(&[100 * US]), Load::of(&[20 * MS]));
+    for loads in [[&short, &long], [&long, &short], [&short, &short]] {
+        let (world, means) = stretched(&[30, 70], &loads, 8, 4);
+        assert!(!world.stretching.is_stretched(world.now()), "{means:.2?}");
+    }
+}
+
+/// What a container has used too early or too late when slots change is made up for: none gets more than its share, nor
+/// nothing.
+#[test]
+fn slots_that_change_at_work_give_nobody_more_and_starve_nobody() {
+    let cores = [10, 30, 60];
+    for kernel_ms in [5, 20, 60] {
+        let long = Load::of(&[kernel_ms * MS]);
+        let mut world = World::new();
+        world.governor = true;
+        for pace in paces(&cores) {
+            world.add(pace, &long);
+        }
+        let changes = [1, 2, 10, 5, 1, 20, 2, 1, 10, 1];
+        for (before, after) in changes.iter().zip(&changes[1..]) {
+            world.change(*before, *after);
+            world.run(4);
+        }
+        let shares = world.shares();
+        println!("{kernel_ms} ms: {:.1?}", shares);
+        for (core, windows) in cores.iter().zip(&shares) {
+            let (asked, got) = (f64::from(*core), mean(windows));
+            assert!(got <= asked + 0.5 && got >= asked * 0.85, "{kernel_ms} ms, {core}: {got:.2}");
+            // Two seconds hold the longest period.
+            let pairs = windows.windows(2).map(mean);
+            assert!(pairs.clone().all(|share| share > 0.0), "{kernel_ms} ms, {core}: {windows:.1?}");
+        }
+    }
 }

@@ -4,7 +4,7 @@
 
 use std::{collections::VecDeque, fs::File, os::unix::fs::FileExt, path::Path};
 
-use region::{Correction, PERIOD_NS, Pace, Usage};
+use region::{Correction, Demand, KernelLength, PERIOD_NS, Pace, SLOT_NS, Stretch, Stretching, Usage};
 use tempfile::TempDir;
 
 use crate::pace::gate::{Answer, Around, Gate, Lane, Launch, Mark, Marks};
@@ -192,6 +192,8 @@ struct Container {
     pace: Pace,
     correction: Correction,
     charged_ns: u64,
+    launches: u64,
+    length: KernelLength,
     _folder: TempDir,
 }
 
@@ -202,6 +204,9 @@ pub(super) struct World {
     random: u64,
     /// Whether a governor looks once a period, and the number of the first of NVML's samples that it has not seen.
     pub governor: bool,
+    /// Whether it makes slots last longer.
+    pub stretches: bool,
+    pub stretching: Stretching,
     next_tick: u64,
     seen: usize,
 }
@@ -227,6 +232,8 @@ impl World {
             threads: Vec::new(),
             random: 88_172_645_463_325_252,
             governor: false,
+            stretches: false,
+            stretching: Stretching::default(),
             next_tick: 0,
             seen: 0,
         }
@@ -260,6 +267,8 @@ impl World {
             pace,
             correction: Correction::default(),
             charged_ns: 0,
+            launches: 0,
+            length: KernelLength::default(),
             _folder: folder,
         });
     }
@@ -305,6 +314,20 @@ impl World {
             let charged = container.usage.budget(0).unwrap().charged_ns();
             let own = charged - std::mem::replace(&mut container.charged_ns, charged);
             container.pace.charge_permille = container.correction.add(PERIOD_NS, driver, own, processes);
+            let of_this =
+                self.threads.iter().filter(|thread| self.gpu.processes[thread.process].container == at);
+            let launches = of_this.map(|thread| thread.launched as u64).sum::<u64>();
+            let more = launches - std::mem::replace(&mut container.launches, launches);
+            container.length.add(own * u64::from(container.pace.charge_permille) / 1000, more);
+        }
+        if self.stretches {
+            let demand = |container: &Container| Demand {
+                row: u32::try_from(container.pace.own.longest_ns(SLOT_NS) / SLOT_NS).unwrap_or(100),
+                kernel_ns: container.length.ns(),
+            };
+            let demands: Vec<_> = self.containers.iter().map(demand).collect();
+            let stretch = self.stretching.tick(self.gpu.now, Some(&demands));
+            self.containers.iter_mut().for_each(|container| container.pace.stretch = stretch);
         }
     }
 
@@ -386,6 +409,18 @@ impl World {
             }
         }
         container.usage.set_open(thread.slot, 0, thread.gate.open_since());
+    }
+
+    pub fn now(&self) -> u64 {
+        self.gpu.now
+    }
+
+    /// Has slots last `after` instead of `before` times a millisecond, from where both periods begin.
+    pub fn change(&mut self, before: u32, after: u32) {
+        let both =
+            (1..).find(|times| times % before == 0 && times % after == 0).map_or(0, u64::from) * PERIOD_NS;
+        let stretch = Stretch { before, after, from_ns: (self.gpu.now + 1).div_ceil(both) * both };
+        self.containers.iter_mut().for_each(|container| container.pace.stretch = stretch);
     }
 
     /// GPU time of each process of a container.
