@@ -61,7 +61,7 @@ async fn with_policies() -> Result<(std::sync::Arc<ControlPlane>, Client)> {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs Kubernetes: run with KUBE_BIN_DIR, and -- --ignored"]
 async fn what_can_never_run_is_refused_with_field_and_remedy() -> Result<()> {
-    let (_plane, client) = with_policies().await?;
+    let (plane, client) = with_policies().await?;
 
     let no_limit = json!([{ "name": "main", "image": "none" }]);
     let other = json!([{ "name": "main", "image": "none", "resources": { "limits": { "cpu": "1500m" } } }]);
@@ -127,7 +127,8 @@ async fn what_can_never_run_is_refused_with_field_and_remedy() -> Result<()> {
     assert_eq!(refusal(&client, "many", json!([]), json!(many)).await?, None);
 
     what_a_pod_says_about_idle_time_is_checked(&client).await?;
-    the_placement_of_a_bound_pod_stays(&client).await
+    the_placement_of_a_bound_pod_stays(&client).await?;
+    vcuda_scheduler_writes_its_annotation_and_what_kube_scheduler_has_to(&plane, &client).await
 }
 
 async fn what_a_pod_says_about_idle_time_is_checked(client: &Client) -> Result<()> {
@@ -180,7 +181,7 @@ async fn the_placement_of_a_bound_pod_stays(client: &Client) -> Result<()> {
     assert!(error.to_string().contains("delete the pod to have it placed anew"), "{error}");
     let removed = set("bound", json!({ annotation::PLACEMENT: null })).await;
     assert!(removed.is_err(), "a placement was removed");
-    // The node says where it put a pod; only nodes may write a pod's status.
+    // The node says where it put a pod.
     let patch = json!({ "metadata": { "annotations": placement("1;3") } });
     pods.patch_status("bound", &PatchParams::default(), &Patch::Merge(patch)).await?;
     assert_eq!(
@@ -192,4 +193,54 @@ async fn the_placement_of_a_bound_pod_stays(client: &Client) -> Result<()> {
         delete_pod(client, name).await?;
     }
     Ok(())
+}
+
+/// Part of the one test, too. kube-scheduler has the same account.
+async fn vcuda_scheduler_writes_its_annotation_and_what_kube_scheduler_has_to(
+    plane: &ControlPlane,
+    admin: &Client,
+) -> Result<()> {
+    let own = plane.client("scheduler").await?;
+    let pod = json!({
+        "metadata": { "name": "held", "namespace": "default", "annotations": { "a": "1" }, "labels": { "a": "1" } },
+        "spec": { "schedulerName": "nobody", "containers": [container("main", 20, 4)] },
+    });
+    create_pod(admin, pod).await?;
+    let set = async |client: &Client, patch: &Value| {
+        let pods: Api<Pod> = Api::default_namespaced(client.clone());
+        pods.patch_status("held", &PatchParams::default(), &Patch::Merge(patch)).await.map(drop)
+    };
+    let running = json!({ "status": {
+        "phase": "Running", "podIP": "10.9.9.9", "podIPs": [{ "ip": "10.9.9.9" }],
+    } });
+    let refused = [
+        (json!({ "metadata": { "annotations": { annotation::PLACEMENT: "1;1" } } }), "no metadata"),
+        (json!({ "metadata": { "annotations": { "a": "2" } } }), "no metadata"),
+        (json!({ "metadata": { "annotations": { "a": null, annotation::ROOM: "now" } } }), "no metadata"),
+        (json!({ "metadata": { "annotations": null } }), "no metadata"),
+        (json!({ "metadata": { "labels": { "a": "2" } } }), "no metadata"),
+        (json!({ "metadata": { "finalizers": ["example.com/held"] } }), "no metadata"),
+        (json!({ "status": { "phase": "Failed" } }), "kubelet's to say"),
+        (running.clone(), "kubelet's to say"),
+    ];
+    let is_refused = async || set(&own, &refused[0].0).await.is_err();
+    wait("what vcuda-scheduler writes is checked", is_refused).await?;
+    for (patch, why) in &refused {
+        let error = set(&own, patch).await.err().with_context(|| format!("{patch} was taken"))?;
+        assert!(error.to_string().contains(why), "{patch}: {error}");
+    }
+    let condition = json!({ "type": "PodScheduled", "status": "False", "reason": "Unschedulable" });
+    for patch in [
+        json!({ "metadata": { "annotations": { annotation::ROOM: "now node-1" } } }),
+        json!({ "metadata": { "annotations": { annotation::ROOM: "later node-2" } } }),
+        json!({ "metadata": { "annotations": { annotation::ROOM: null } } }),
+        json!({ "status": { "conditions": [condition], "nominatedNodeName": "node-1" } }),
+    ] {
+        set(&own, &patch).await.with_context(|| patch.to_string())?;
+    }
+    // Others are not held to it.
+    for patch in [running, json!({ "metadata": { "annotations": { "a": "2" }, "labels": { "a": "2" } } })] {
+        set(admin, &patch).await.with_context(|| patch.to_string())?;
+    }
+    delete_pod(admin, "held").await
 }
