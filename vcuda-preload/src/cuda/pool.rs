@@ -541,17 +541,27 @@ macro_rules! allocates {
 allocates!(cuMemAllocAsync, cuMemAllocFromPoolAsync, std::convert::identity);
 allocates!(cuMemAllocAsync_ptsz, cuMemAllocFromPoolAsync_ptsz, per_thread);
 
+/// No capture ends elsewhere, and nothing is captured, until what this gives is dropped.
+pub(super) fn end_capture() -> Option<Guard<'static, ()>> {
+    share().map(|share| share.state().capture_ending.lock())
+}
+
 macro_rules! ends_capture {
-    ($($symbol:ident),*) => { $(
+    ($($symbol:ident($($graph:ident: $type:ty)?);)*) => { $(
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $symbol(stream: Stream, graph: *mut Graph) -> Result {
-            let _captured = share().map(|share| share.state().capture_ending.lock());
+        pub(crate) unsafe extern "C" fn $symbol(stream: Stream, $($graph: $type)?) -> Result {
+            let _captured = end_capture();
             // SAFETY: the arguments are the application's, for the driver to judge.
-            unsafe { driver!(cuda::$symbol(stream => Stream, graph => *mut Graph)) }
+            unsafe { driver!(cuda::$symbol(stream => Stream, $($graph => $type)?)) }
         }
     )* };
 }
-ends_capture!(cuStreamEndCapture, cuStreamEndCapture_ptsz);
+ends_capture! {
+    cuStreamEndCapture(graph: *mut Graph);
+    cuStreamEndCapture_ptsz(graph: *mut Graph);
+    cuStreamEndCaptureToCig();
+    cuStreamEndCaptureToCig_ptsz();
+}
 
 macro_rules! frees {
     ($symbol:ident, $meant:expr) => {

@@ -51,6 +51,8 @@ macro_rules! destroys_stream {
             pool::forget_stream(stream);
             binding::forget_stream(stream);
             graph::forget_stream(stream);
+            // With it ends what is captured there.
+            let _captured = pool::end_capture();
             // SAFETY: the argument is the application's, for the driver to judge.
             unsafe { driver!(cuda::$symbol(stream => Stream)) }
         }
