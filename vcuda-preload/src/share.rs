@@ -306,25 +306,27 @@ impl Share {
         }
     }
 
-    /// The context of `stream`, and the GPU of the share that it is on; none if there is none, of which the driver will say
-    /// more.
-    pub fn lane_of(&self, stream: Stream) -> Option<(Context, usize)> {
+    /// The context of `stream`, which for a default stream is the current one; none if there is none, of which the driver will
+    /// say more.
+    pub fn context_of(&self, stream: Stream) -> Option<Context> {
         let mut context = 0;
         if stream > CU_STREAM_PER_THREAD {
             // SAFETY: `context` outlives the call; the stream is the application's, for the driver to judge.
             let result =
                 unsafe { driver!(cuda::cuStreamGetCtx(stream => Stream, &raw mut context => *mut Context)) };
-            if result != CUDA_SUCCESS {
-                context = 0;
+            if result == CUDA_SUCCESS && context != 0 {
+                return Some(context);
             }
         }
-        if context == 0 {
-            // SAFETY: `context` outlives the call.
-            let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
-            if result != CUDA_SUCCESS || context == 0 {
-                return None;
-            }
-        }
+        // SAFETY: `context` outlives the call.
+        let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
+        (result == CUDA_SUCCESS && context != 0).then_some(context)
+    }
+
+    /// The context of `stream`, and the GPU of the share that it is on; none if there is none, of which the driver will say
+    /// more.
+    pub fn lane_of(&self, stream: Stream) -> Option<(Context, usize)> {
+        let context = self.context_of(stream)?;
         let place = self.recent(context).or_else(|| self.here_in(stream))?;
         Some((context, place.gpu?))
     }

@@ -62,6 +62,8 @@ pub(crate) struct State {
     pub pool_making: Locked<()>,
     /// Held while a capture ends, and while something is captured that must not be anything else.
     pub capture_ending: Locked<()>,
+    /// Held while an executable graph is made of a graph, and while that is destroyed; which of them, its handle says.
+    pub graphs_kept: [Locked<()>; 16],
     /// Memory of graphs.
     pub graphs: Locked<Option<Box<Graphs>>>,
     /// Not 0 if this process may have memory in pools that the driver gives back when it is next waited for.

@@ -783,9 +783,11 @@ fn graphs_of_several_streams_count_each_their_own() {
     }
     // At once they are two.
     let block = session.must(&format!("alloc {}", 400 * MIB));
-    session.must(&format!("launch-by 300000000 {here} 0"));
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {here} 0"));
     session.must(&format!("launch {one} {here}"));
     assert_eq!(session.call(&format!("launch {other} {there}")).0, OUT_OF_MEMORY);
+    session.must("clock 1");
     session.must(&format!("free {block}"));
     session.must(&format!("launch {other} {there}"));
     exact(&model, &mut session, 800 * MIB);
@@ -820,11 +822,13 @@ fn what_the_driver_pulls_from_an_idle_stream_is_wanted_anew() {
     session.must(&format!("launch {other} {there}"));
     exact(&model, &mut session, 400 * MIB);
     // That is at work now, so there is nothing to pull.
-    session.must(&format!("launch-by 300000000 {there} 0"));
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {there} 0"));
     let block = session.must(&format!("alloc {}", 400 * MIB));
     assert_eq!(session.call(&format!("launch {one} {here}")).0, OUT_OF_MEMORY);
     session.must(&format!("free {block}"));
     session.must(&format!("launch {one} {here}"));
+    session.must("clock 1");
     exact(&model, &mut session, 800 * MIB);
     assert_eq!(model.passed(), 0);
 }
@@ -846,6 +850,147 @@ fn a_graph_has_no_memory_that_another_has_left_something_in() {
     session.must(&format!("free {block}"));
     session.must(&format!("launch {frees}"));
     exact(&model, &mut session, 800 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+/// An executable graph that allocates `mib` MiB, made by `make` of the session's commands.
+fn executable(session: &mut Session, make: &str, mib: u64) -> u64 {
+    let graph = session.must("graph");
+    session.must(&format!("{make} {graph} {} 0", mib * MIB));
+    session.must(&format!("exec {graph}"))
+}
+
+/// Also where the program means the stream of its own thread.
+#[test]
+fn a_graph_that_runs_again_while_it_is_at_work_has_its_memory() {
+    let Some(model) = model() else { return };
+    for (launch, given, stream) in [("launch", 0, 0), ("launch", 2, 2), ("launch-thread", 0, 2)] {
+        let mut session = model.ready();
+        let exec = executable(&mut session, "graph-alloc", 600);
+        let launch = format!("{launch} {exec} {given}");
+        session.must(&launch);
+        session.must("clock 0");
+        session.must(&format!("launch-by 1000 {stream} 0"));
+        session.must(&launch);
+        exact(&model, &mut session, 600 * MIB);
+        assert_eq!((model.passed(), model.refusals(0)), (0, 0), "{launch}");
+        session.must("clock 1");
+        session.kill();
+    }
+}
+
+#[test]
+fn default_streams_are_their_contexts_and_their_threads() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let exec = executable(&mut session, "graph-alloc", 600);
+    session.must(&format!("launch {exec}"));
+    // The other context's has none, and what the first one keeps is let go of for it.
+    session.must("context 0");
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 600 * MIB);
+    session.must(&format!("launch-thread {exec}"));
+    exact(&model, &mut session, 600 * MIB);
+    session.must(&format!("launch-thread {exec}"));
+    for _ in 0..2 {
+        session.must(&format!("beside-launch-thread {exec}"));
+        session.must("go-on");
+        exact(&model, &mut session, 600 * MIB);
+    }
+    assert_eq!((model.passed(), model.refusals(0)), (0, 0));
+}
+
+/// A launch may wait for its turn while others take the memory that it relies on.
+#[test]
+fn what_a_run_relies_on_stays_charged_until_it_has_run() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let [one, other] = [600, 500].map(|mib| executable(&mut session, "graph-alloc", mib));
+    let (here, there) = (session.must("stream"), session.must("stream"));
+    for _ in 0..2 {
+        session.must(&format!("launch {one} {here}"));
+        session.must("hold 1");
+        session.must(&format!("beside-launch {one} {here}"));
+        assert_eq!(session.call(&format!("launch {other} {there}")).0, OUT_OF_MEMORY);
+        session.must("go-on");
+        exact(&model, &mut session, 600 * MIB);
+        session.must(&format!("launch {other} {there}"));
+        exact(&model, &mut session, 500 * MIB);
+    }
+    session.kill();
+    // The same where the driver pulls it from the idle stream.
+    let mut session = Session::of(model.command().env("MODEL_GRAPHS_PULL", "1"));
+    session.must("init 0");
+    let [one, other] = [600, 400].map(|mib| executable(&mut session, "graph-alloc", mib));
+    let (here, there) = (session.must("stream"), session.must("stream"));
+    session.must(&format!("launch {one} {here}"));
+    session.must("hold 1");
+    session.must(&format!("beside-launch {one} {here}"));
+    session.must(&format!("launch {other} {there}"));
+    assert_eq!(session.call(&format!("alloc {}", 400 * MIB)).0, OUT_OF_MEMORY);
+    // That one is at work now, so it is not pulled back.
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {there} 0"));
+    session.must("go-on");
+    session.must("clock 1");
+    exact(&model, &mut session, 1000 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn a_run_that_loses_its_memory_before_it_has_come_back_wants_it_anew() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("MODEL_GRAPHS_PULL", "1"));
+    session.must("init 0");
+    let [one, other] = [200, 200].map(|mib| executable(&mut session, "graph-alloc", mib));
+    let (here, there) = (session.must("stream"), session.must("stream"));
+    session.must("hold 2");
+    session.must(&format!("beside-launch {one} {here}"));
+    session.must(&format!("launch {other} {there}"));
+    session.must("go-on");
+    exact(&model, &mut session, 200 * MIB);
+    session.must(&format!("alloc {}", CEILING - 200 * MIB));
+    session.must(&format!("launch {one} {here}"));
+    exact(&model, &mut session, CEILING);
+    assert_eq!(model.passed(), 0);
+}
+
+#[test]
+fn streams_of_a_context_that_is_destroyed_are_not_asked() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let [one, other] = [200, 200].map(|mib| executable(&mut session, "graph-alloc", mib));
+    let context = session.must("context 0");
+    let stream = session.must("stream");
+    session.must(&format!("launch {one} {stream}"));
+    session.must("primary 0");
+    session.must("hold 5");
+    session.must(&format!("beside-destroy {context}"));
+    // It takes less than it wants, so that others are asked whether it has theirs.
+    session.must(&format!("launch {other}"));
+    let another = session.must("stream");
+    session.must(&format!("launch {other} {another}"));
+    assert_eq!(session.must("dead-asked"), 0);
+    session.must("go-on");
+}
+
+#[test]
+fn an_executable_graph_is_known_until_it_is_destroyed() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let exec = executable(&mut session, "graph-alloc", 100);
+    session.must("hold 4");
+    session.must(&format!("beside-free-exec {exec}"));
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 100 * MIB);
+    session.must("fail 1");
+    assert_eq!(session.call("go-on").0, 999);
+    session.must("trim-graphs 0");
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 100 * MIB);
+    session.must(&format!("free-exec {exec}"));
+    session.must("trim-graphs 0");
+    exact(&model, &mut session, 0);
     assert_eq!(model.passed(), 0);
 }
 
@@ -954,13 +1099,33 @@ fn a_graph_allocates_what_is_in_it_when_it_is_made_executable() {
     assert_eq!(model.passed(), 0);
 }
 
+/// It is read when the driver has made it executable, and may be destroyed by then for all the program knows.
+#[test]
+fn a_graph_that_is_destroyed_meanwhile_allocates_what_was_in_it() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let graph = session.must("graph");
+    session.must(&format!("graph-alloc {graph} {} 0", 2 * CEILING));
+    session.must("hold 3");
+    session.must(&format!("beside-exec {graph}"));
+    session.must(&format!("beside-destroy-graph {graph}"));
+    let exec = session.must("go-on");
+    assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY);
+    exact(&model, &mut session, 0);
+    assert_eq!(model.passed(), 0);
+}
+
 #[test]
 fn what_is_allocated_while_a_capture_ends_is_in_the_graph() {
     let Some(model) = model() else { return };
     let mut session = model.ready();
     let stream = session.must("stream");
     session.must(&format!("capture {stream}"));
-    session.must(&format!("async-while-capture-ends {} {stream}", 2 * CEILING));
+    session.must("hold 6");
+    session.must(&format!("beside-async {} {stream}", 2 * CEILING));
+    session.must(&format!("beside-end-capture {stream}"));
+    let (allocated, _, ended) = session.call("go-on");
+    assert_eq!((allocated, ended), (0, 0));
     exact(&model, &mut session, 0);
     assert_eq!(model.passed(), 0);
 }

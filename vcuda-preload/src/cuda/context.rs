@@ -37,12 +37,12 @@ fn destroy(
     if context != 0 {
         pace::forget_context(context);
     }
+    graph::forget_context(context);
     let place = share.forget_context(context);
     let result = call();
     if let Some(place) = place {
         let _kept = errno::Keep::new();
         if destroyed(result) {
-            graph::forget_streams();
             share.give_all_of(place);
         } else {
             share.remember_context(context, place);
@@ -234,6 +234,7 @@ pub(crate) unsafe extern "C" fn cuGreenCtxDestroy(green: Context) -> Result {
         unsafe { driver!(cuda::cuCtxFromGreenCtx(&raw mut context => *mut Context, green => Context)) };
     let Some(share) = share().filter(|_| known == CUDA_SUCCESS && context != 0) else { return call() };
     pace::forget_context(context);
+    graph::forget_context(context);
     let place = share.forget_context(context);
     let result = call();
     if let Some(place) = place {

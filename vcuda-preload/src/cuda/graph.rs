@@ -6,13 +6,18 @@
 //! A graph that runs again has its memory where it ran last, except (CUDA programming guide, graph memory nodes, performance):
 //! in another stream, after a trim, and where a graph of the same stream has left memory behind that it does not free. And a graph
 //! that takes memory may pull it from streams that are idle. Then it wants all of it anew before it runs, and what it did not take is
-//! given back.
+//! given back. A run that relies on memory from before may lose it while it waits for its turn, and take it again: until it has run,
+//! what it relied on stays charged.
 
 use std::{
-    collections::BTreeMap,
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet},
     convert::identity,
     ffi::{c_char, c_void},
-    sync::atomic::Ordering::{Acquire, Release},
+    sync::atomic::{
+        AtomicU64,
+        Ordering::{Acquire, Relaxed, Release},
+    },
 };
 
 use crate::{
@@ -20,11 +25,14 @@ use crate::{
         arguments::{Out, copy_of},
         memory, pool, take, take_quietly,
         types::{
-            CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, Exec, Graph, Node, Properties, Result, Stream,
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Context, Device, Exec, Graph, Node, Properties, Result,
+            Stream,
         },
         whole,
     },
-    pace::{self, In},
+    lock::Locked,
+    log,
+    pace::{self, In, Lane},
     real::driver,
     share::{CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, Place, Share, share},
 };
@@ -36,20 +44,38 @@ pub(crate) struct Graphs {
     devices: BTreeMap<Device, Account>,
     /// Executable graphs that allocate.
     execs: BTreeMap<Exec, Executable>,
-    /// How often the driver was told to let go of memory of graphs.
-    trims: u64,
-    /// How often a graph began to run that wanted memory.
-    takes: u64,
+    /// Executable graphs that there were; the number of the last.
+    made: u64,
+    /// Runs of graphs that allocate which have not come back from the driver, by number.
+    under_way: BTreeMap<u64, Run>,
+    /// Runs that there were; the number of the last.
+    begun: u64,
+    /// Calls under way that have the driver let go of memory of graphs.
+    trimming: u32,
 }
 
 /// An executable graph that allocates.
+#[derive(Clone)]
 struct Executable {
+    /// The handle may be another's later; this is not.
+    number: u64,
     /// Bytes per device.
     wants: Vec<(Device, u64)>,
     /// It allocates what it does not free.
     leaves: bool,
-    /// The stream in which it has its memory, if it surely still does.
-    has_memory_in: Option<Stream>,
+    /// Where it has its memory, if it surely still does.
+    has_memory_in: Option<Lane>,
+}
+
+/// A run, or upload, that has begun.
+struct Run {
+    of: Executable,
+    /// None where there is no context, of which the driver will say more.
+    lane: Option<Lane>,
+    /// It has its memory from before; else what it may take is expected.
+    relies: bool,
+    /// Its memory may have become another's since it began.
+    lost: bool,
 }
 
 struct Account {
@@ -94,58 +120,50 @@ struct Allocations {
     /// Device, bytes and address.
     made: Vec<(Device, u64, u64)>,
     /// Addresses.
-    freed: Vec<u64>,
+    freed: BTreeSet<u64>,
 }
 
 impl Allocations {
-    /// Those of `graph` and the graphs in it.
-    fn of(graph: Graph) -> Self {
+    /// Those of `graph` and the graphs in it; the driver's error where it does not tell.
+    fn of(graph: Graph) -> core::result::Result<Self, Result> {
         let mut all = Self::default();
-        all.add(graph, 0);
-        all
+        all.add(graph, 0)?;
+        Ok(all)
     }
 
-    fn add(&mut self, graph: Graph, depth: u32) {
-        let mut count = 0_usize;
-        // SAFETY: the graph is the application's; without room the driver tells the number.
-        unsafe {
-            driver!(cuda::cuGraphGetNodes(graph => Graph, std::ptr::null_mut() => *mut Node, &raw mut count => *mut usize));
-        }
-        let mut nodes: Vec<Node> = vec![0; count];
-        // SAFETY: there is room for `count`.
-        let result = unsafe {
-            driver!(cuda::cuGraphGetNodes(graph => Graph, nodes.as_mut_ptr() => *mut Node, &raw mut count => *mut usize))
-        };
-        if result != CUDA_SUCCESS {
-            return;
-        }
-        for node in nodes.into_iter().take(count) {
+    fn add(&mut self, graph: Graph, depth: u32) -> core::result::Result<(), Result> {
+        for node in nodes(graph)? {
             let mut kind = 0;
-            // SAFETY: the node is of the graph; `kind` outlives the call.
-            unsafe { driver!(cuda::cuGraphNodeGetType(node => Node, &raw mut kind => *mut i32)) };
+            // SAFETY: the node is of the graph, which lives; `kind` outlives the call.
+            succeeded(unsafe { driver!(cuda::cuGraphNodeGetType(node => Node, &raw mut kind => *mut i32)) })?;
             match kind {
-                NODE_GRAPH if depth < MAX_DEPTH => {
+                NODE_GRAPH => {
+                    if depth == MAX_DEPTH {
+                        log::line(format_args!(
+                            "a graph is refused: {MAX_DEPTH} graphs within each other are looked at"
+                        ));
+                        return Err(CUDA_ERROR_OUT_OF_MEMORY);
+                    }
                     let mut inner = 0;
                     // SAFETY: as above.
-                    let result = unsafe {
+                    succeeded(unsafe {
                         driver!(cuda::cuGraphChildGraphNodeGetGraph(node => Node, &raw mut inner => *mut Graph))
-                    };
-                    if result == CUDA_SUCCESS {
-                        self.add(inner, depth + 1);
-                    }
+                    })?;
+                    self.add(inner, depth + 1)?;
                 }
-                NODE_MEM_ALLOC => self.made.extend(allocation(node)),
+                NODE_MEM_ALLOC => self.made.extend(allocation(node)?),
                 NODE_MEM_FREE => {
                     let mut address = 0;
                     // SAFETY: as above.
-                    unsafe {
-                        driver!(cuda::cuGraphMemFreeNodeGetParams(node => Node, &raw mut address => *mut u64));
-                    }
-                    self.freed.push(address);
+                    succeeded(unsafe {
+                        driver!(cuda::cuGraphMemFreeNodeGetParams(node => Node, &raw mut address => *mut u64))
+                    })?;
+                    self.freed.insert(address);
                 }
                 _ => {}
             }
         }
+        Ok(())
     }
 
     /// Whether something is left that the graph does not free.
@@ -154,19 +172,47 @@ impl Allocations {
     }
 }
 
-/// What a node allocates, which is one that allocates.
-fn allocation(node: Node) -> Option<(Device, u64, u64)> {
+/// A result as one that can be handed on.
+fn succeeded(result: Result) -> core::result::Result<(), Result> {
+    if result == CUDA_SUCCESS { Ok(()) } else { Err(result) }
+}
+
+/// The nodes of a graph, which must live.
+fn nodes(graph: Graph) -> core::result::Result<Vec<Node>, Result> {
+    let mut count = 0_usize;
+    // SAFETY: the caller's promise; without room the driver tells the number.
+    succeeded(unsafe {
+        driver!(cuda::cuGraphGetNodes(graph => Graph, std::ptr::null_mut() => *mut Node, &raw mut count => *mut usize))
+    })?;
+    loop {
+        // With room for one more, that all were told is certain.
+        let mut nodes: Vec<Node> = vec![0; count + 1];
+        let room = nodes.len();
+        count = room;
+        // SAFETY: there is room for `count`.
+        succeeded(unsafe {
+            driver!(cuda::cuGraphGetNodes(graph => Graph, nodes.as_mut_ptr() => *mut Node, &raw mut count => *mut usize))
+        })?;
+        if count < room {
+            nodes.truncate(count);
+            return Ok(nodes);
+        }
+        count = room * 2;
+    }
+}
+
+/// What a node allocates, which is one that allocates; none of a device's memory where it is the host's.
+fn allocation(node: Node) -> core::result::Result<Option<(Device, u64, u64)>, Result> {
     // Later versions may have more to say.
     let mut room = [0_u64; 64];
     let parameters: *mut AllocParameters = room.as_mut_ptr().cast();
     // SAFETY: the room is aligned and larger than the structure.
-    let result = unsafe {
+    succeeded(unsafe {
         driver!(cuda::cuGraphMemAllocNodeGetParams(node => Node, parameters => *mut AllocParameters))
-    };
+    })?;
     // SAFETY: written on success; any bits are a value.
     let AllocParameters { pool, bytes, address, .. } = unsafe { parameters.read() };
-    let device = pool.device().filter(|_| result == CUDA_SUCCESS)?;
-    Some((device, whole(bytes as u64), address))
+    Ok(pool.device().map(|device| (device, whole(bytes as u64), address)))
 }
 
 /// Bytes per device that such allocations take together: large ones whole pages of their own, small ones share theirs.
@@ -196,45 +242,104 @@ fn reserved(device: Device) -> Option<u64> {
 impl Graphs {
     /// Brings the accounts in line with what the driver keeps, and what runs under way may still take.
     fn settle(&mut self, share: &Share) {
+        let again: BTreeMap<Device, u64> =
+            self.devices.keys().map(|device| (*device, self.taken_again(*device))).collect();
         for (device, account) in &mut self.devices {
             let Some(reserved) = reserved(*device) else { continue };
-            let wanted = reserved.saturating_add(account.expected);
-            if wanted > account.charged {
-                share.charge(account.gpu, wanted - account.charged);
+            let least = reserved.saturating_add(account.expected);
+            if least > account.charged {
+                share.charge(account.gpu, least - account.charged);
+                account.charged = least;
             } else {
-                share.give(account.gpu, account.charged - wanted);
+                // Of what is free, runs that have lost their memory may take as much again.
+                let most = least.saturating_add(again.get(device).copied().unwrap_or(0));
+                share.give(account.gpu, account.charged.saturating_sub(most));
+                account.charged = account.charged.min(most);
             }
-            account.charged = wanted;
         }
     }
 
-    /// Bytes per device that a run of `exec` in `stream` may take, and how often graphs were trimmed so far; none for a graph
-    /// that does not allocate.
-    fn wants(&self, exec: Exec, stream: Stream) -> Option<(Vec<(Device, u64)>, u64)> {
-        let exec = self.execs.get(&exec)?;
-        let has_it = exec.has_memory_in == Some(stream);
-        Some((if has_it { Vec::new() } else { exec.wants.clone() }, self.trims))
+    /// Bytes of a device that runs under way relied on and may have lost. Those of one lane have the same memory.
+    fn taken_again(&self, device: Device) -> u64 {
+        let mut lanes: Vec<(Option<Lane>, u64)> = Vec::new();
+        for run in self.under_way.values().filter(|run| run.relies && run.lost) {
+            let bytes = run.of.bytes_of(device);
+            match lanes.iter_mut().find(|(lane, _)| *lane == run.lane) {
+                Some((_, most)) => *most = bytes.max(*most),
+                None => lanes.push((run.lane, bytes)),
+            }
+        }
+        lanes.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
-    /// What the driver kept for graphs on a device may be gone.
-    fn trimmed(&mut self, device: Device) {
-        self.trims += 1;
-        let on_device = |exec: &&mut Executable| exec.wants.iter().any(|(of, _)| *of == device);
-        self.execs.values_mut().filter(on_device).for_each(|exec| exec.has_memory_in = None);
+    /// Whether a run of `exec` in `lane` has its memory there. One that leaves memory behind keeps what others of its lane have.
+    fn has_memory(&self, exec: &Executable, lane: Option<Lane>) -> bool {
+        let keeps_it =
+            |run: &Run| run.lane == lane && run.of.number != exec.number && (run.of.leaves || exec.leaves);
+        lane.is_some() && exec.has_memory_in == lane && !self.under_way.values().any(keeps_it)
     }
 
-    /// Executable graphs that have their memory in a stream of which `lost` says so may have it no more.
-    fn lose(&mut self, lost: impl Fn(Stream) -> bool) {
+    /// A run begins; its number.
+    fn begin(&mut self, of: Executable, lane: Option<Lane>, relies: bool) -> u64 {
+        self.begun += 1;
+        self.under_way.insert(self.begun, Run { of, lane, relies, lost: self.trimming > 0 });
+        self.begun
+    }
+
+    /// What the driver keeps for graphs on a device may go from now on, until `trimming` is again what it was.
+    fn begin_trim(&mut self, device: Device) {
+        self.trimming += 1;
+        let all = self.execs.values_mut().filter(|exec| exec.bytes_of(device) > 0);
+        all.for_each(|exec| exec.has_memory_in = None);
+        let all = self.under_way.values_mut().filter(|run| run.of.bytes_of(device) > 0);
+        all.for_each(|run| run.lost = true);
+    }
+
+    /// What graphs have in a lane of which `lost` says so they may have no more.
+    fn lose(&mut self, lost: impl Fn(Lane) -> bool) {
         let all = self.execs.values_mut();
         all.filter(|exec| exec.has_memory_in.is_some_and(&lost)).for_each(|exec| exec.has_memory_in = None);
+        // A lane that is lost may be gone: it is not asked about again.
+        let all = self.under_way.values_mut().filter(|run| !run.lost);
+        all.filter(|run| run.lane.is_none_or(&lost)).for_each(|run| run.lost = true);
     }
 
-    /// Bytes that the driver keeps for graphs, and those that runs may be about to take.
-    fn kept_and_expected(&self) -> (u64, u64) {
-        self.devices.iter().fold((0, 0), |(kept, expected), (device, account)| {
-            (kept + reserved(*device).unwrap_or(0), expected + account.expected)
-        })
+    /// Bytes that the driver keeps for graphs.
+    fn kept(&self) -> u64 {
+        self.devices.keys().fold(0, |kept, device| kept + reserved(*device).unwrap_or(0))
     }
+}
+
+impl Executable {
+    /// Bytes of a device that it wants.
+    fn bytes_of(&self, device: Device) -> u64 {
+        self.wants.iter().filter(|(of, _)| *of == device).map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// The lane of a stream: a default stream is one of the current context, and the per-thread one of the calling thread, too.
+fn lane_of(share: &Share, stream: Stream) -> Option<Lane> {
+    let stream = if stream == 0 { CU_STREAM_LEGACY } else { stream };
+    let thread = if stream == CU_STREAM_PER_THREAD { thread() } else { 0 };
+    share.context_of(stream).map(|context| Lane { context, stream, thread })
+}
+
+/// A number of the calling thread that no other thread of the process ever has.
+fn thread() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    thread_local!(static NUMBER: Cell<u64> = const { Cell::new(0) });
+    NUMBER.with(|number| {
+        if number.get() == 0 {
+            number.set(LAST.fetch_add(1, Relaxed) + 1);
+        }
+        number.get()
+    })
+}
+
+/// Whether a lane is known to have work that is not done. A default stream of another context or thread cannot be asked.
+fn is_at_work(share: &Share, lane: Lane) -> bool {
+    let can_ask = lane.stream > CU_STREAM_PER_THREAD || lane_of(share, lane.stream) == Some(lane);
+    can_ask && pool::is_at_work(lane.stream)
 }
 
 /// Notes a change of what graphs have, in a process whose graphs allocate.
@@ -246,12 +351,14 @@ fn note(change: impl FnOnce(&mut Graphs, &'static Share)) {
 
 /// A stream is about to be destroyed. Another may get its handle.
 pub(super) fn forget_stream(stream: Stream) {
-    note(|graphs, _| graphs.lose(|of| of == stream));
+    if stream > CU_STREAM_PER_THREAD {
+        note(|graphs, _| graphs.lose(|of| of.stream == stream));
+    }
 }
 
-/// A context is gone, and its streams with it.
-pub(super) fn forget_streams() {
-    note(|graphs, _| graphs.lose(|_| true));
+/// A context is about to be destroyed, or may be, and its streams with it; 0 for one that is not known.
+pub(super) fn forget_context(context: Context) {
+    note(|graphs, _| graphs.lose(|of| context == 0 || of.context == context));
 }
 
 /// Gives back what the driver no longer keeps for this process's graphs.
@@ -295,51 +402,60 @@ fn take_all(share: &'static Share, wanted: &[(Device, u64)]) -> Option<Vec<(Devi
 fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
     let Some(share) = allocating() else { return call() };
     let state = share.state();
-    let stream = if stream == 0 { CU_STREAM_LEGACY } else { stream };
-    let wants = state.graphs.lock().as_ref().and_then(|graphs| graphs.wants(exec, stream));
-    let Some((wanted, trims)) = wants else { return call() };
-    let Some(taken) = take_all(share, &wanted) else { return CUDA_ERROR_OUT_OF_MEMORY };
-    let (mut before, mut others_expect, mut takes) = (0, 0, 0);
-    if !taken.is_empty()
-        && let Some(graphs) = &mut *state.graphs.lock()
-    {
-        (before, others_expect) = graphs.kept_and_expected();
-        graphs.takes += 1;
-        takes = graphs.takes;
+    let lane = lane_of(share, stream);
+    let (of, relying) = {
+        let mut graphs = state.graphs.lock();
+        let Some(graphs) = &mut *graphs else { return call() };
+        let Some(of) = graphs.execs.get(&exec).cloned() else { return call() };
+        let relying = graphs.has_memory(&of, lane).then(|| graphs.begin(of.clone(), lane, true));
+        (of, relying)
+    };
+    let wanted: &[(Device, u64)] = if relying.is_some() { &[] } else { &of.wants };
+    let Some(taken) = take_all(share, wanted) else { return CUDA_ERROR_OUT_OF_MEMORY };
+    let (number, alone, before) = {
+        let mut graphs = state.graphs.lock();
+        let graphs = graphs.get_or_insert_default();
+        let alone = graphs.under_way.is_empty();
+        let number = relying.unwrap_or_else(|| graphs.begin(of.clone(), lane, false));
         for (device, gpu, bytes) in &taken {
             let account = graphs.devices.entry(*device).or_insert(Account::of(*gpu));
             account.charged += bytes;
             account.expected += bytes;
         }
-    }
+        (number, alone, if taken.is_empty() { 0 } else { graphs.kept() })
+    };
     // No lock is held while the driver runs it: that may wait for work of another thread's.
     let result = call();
-    if let Some(graphs) = &mut *state.graphs.lock() {
-        for (device, _, bytes) in &taken {
-            if let Some(account) = graphs.devices.get_mut(device) {
-                account.expected = account.expected.saturating_sub(*bytes);
-            }
+    let mut graphs = state.graphs.lock();
+    let graphs = graphs.get_or_insert_default();
+    let lost = graphs.under_way.remove(&number).is_none_or(|run| run.lost);
+    for (device, _, bytes) in &taken {
+        if let Some(account) = graphs.devices.get_mut(device) {
+            account.expected = account.expected.saturating_sub(*bytes);
         }
-        if !taken.is_empty() {
-            let grown = graphs.kept_and_expected().0.saturating_sub(before);
-            let alone = others_expect == 0 && graphs.takes == takes;
-            if !alone || grown < taken.iter().map(|(.., bytes)| bytes).sum() {
-                graphs.lose(|of| of != stream && !pool::is_at_work(of));
-            }
-        }
-        if graphs.execs.get(&exec).is_some_and(|exec| exec.leaves) {
-            graphs.lose(|of| of == stream);
-        }
-        if result == CUDA_SUCCESS
-            && let Some(exec) = graphs.execs.get_mut(&exec)
-        {
-            // Each thread has a stream of its own by that handle.
-            let known = stream != CU_STREAM_PER_THREAD && graphs.trims == trims;
-            exec.has_memory_in = known.then_some(stream);
-        }
-        graphs.settle(share);
     }
+    if !taken.is_empty() {
+        let alone = alone && graphs.begun == number;
+        let grown = graphs.kept().saturating_sub(before);
+        if !alone || grown < taken.iter().map(|(.., bytes)| bytes).sum() {
+            let _relaxed = pace::AnyCapture::new();
+            graphs.lose(|other| Some(other) != lane && !is_at_work(share, other));
+        }
+    }
+    if of.leaves {
+        graphs.lose(|other| lane.is_none_or(|lane| lane == other));
+    }
+    if let Some(exec) = graphs.execs.get_mut(&exec).filter(|exec| exec.number == of.number) {
+        exec.has_memory_in = lane.filter(|_| result == CUDA_SUCCESS && !lost);
+    }
+    graphs.settle(share);
     result
+}
+
+/// The lock that keeps `graph` from being destroyed.
+fn keeping(share: &'static Share, graph: Graph) -> &'static Locked<()> {
+    let locks = &share.state().graphs_kept;
+    &locks[usize::try_from(graph.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60).unwrap_or(0) % locks.len()]
 }
 
 /// Has the driver make an executable graph of `graph`, and notes what it allocates before anybody can run it.
@@ -349,28 +465,58 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
 unsafe fn instantiate(exec: *mut Exec, graph: Graph, call: impl FnOnce(*mut Exec) -> Result) -> Result {
     // SAFETY: the caller's promise.
     let exec = unsafe { Out::new(exec) };
-    let result = call(exec.room());
-    if result == CUDA_SUCCESS
-        && let Some(share) = share()
-    {
-        // Of a graph that allocates no node can be taken away, so none is missed that was added before.
+    let Some(share) = share() else {
+        let result = call(exec.room());
+        return exec.hand_over(result);
+    };
+    // Of a graph that allocates no node can be taken away, so none is missed that was added before.
+    let kept = keeping(share, graph).lock();
+    let mut result = call(exec.room());
+    if result == CUDA_SUCCESS {
         let allocations = Allocations::of(graph);
-        if !allocations.made.is_empty() {
-            share.state().graphs_allocate.store(1, Release);
-        }
-        note(|graphs, share| {
-            graphs.execs.remove(&exec.value());
-            if !allocations.made.is_empty() {
-                // What it takes shows on this device even if its nodes keep it to themselves.
-                if let Some(Place { gpu: Some(gpu), device, .. }) = share.here() {
-                    graphs.devices.entry(device).or_insert(Account::of(gpu));
-                }
-                let (wants, leaves) = (together(&allocations.made), allocations.leave());
-                graphs.execs.insert(exec.value(), Executable { wants, leaves, has_memory_in: None });
+        drop(kept);
+        result = match allocations {
+            Ok(allocations) => {
+                enter(share, exec.value(), &allocations);
+                CUDA_SUCCESS
             }
-        });
+            Err(error) => {
+                // SAFETY: just made, and known to nobody.
+                unsafe { driver!(cuda::cuGraphExecDestroy(exec.value() => Exec)) };
+                error
+            }
+        };
     }
     exec.hand_over(result)
+}
+
+/// Notes what a new executable graph allocates.
+fn enter(share: &'static Share, exec: Exec, allocations: &Allocations) {
+    let allocates = !allocations.made.is_empty();
+    if allocates {
+        share.state().graphs_allocate.store(1, Release);
+    }
+    note(|graphs, share| {
+        graphs.execs.remove(&exec);
+        if allocates {
+            // What it takes shows on this device even if its nodes keep it to themselves.
+            if let Some(Place { gpu: Some(gpu), device, .. }) = share.here() {
+                graphs.devices.entry(device).or_insert(Account::of(gpu));
+            }
+            graphs.made += 1;
+            let number = graphs.made;
+            let (wants, leaves) = (together(&allocations.made), allocations.leave());
+            graphs.execs.insert(exec, Executable { number, wants, leaves, has_memory_in: None });
+        }
+    });
+}
+
+/// Once it is read for an executable graph, which is made of it at this moment.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGraphDestroy(graph: Graph) -> Result {
+    let _not_kept = share().map(|share| keeping(share, graph).lock());
+    // SAFETY: the argument is the application's, for the driver to judge.
+    unsafe { driver!(cuda::cuGraphDestroy(graph => Graph)) }
 }
 
 macro_rules! runs {
@@ -484,12 +630,19 @@ instantiates_and_uploads! {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuGraphExecDestroy(exec: Exec) -> Result {
-    // Forgotten first: once it is destroyed, another thread may get the same handle.
-    note(|graphs, _| _ = graphs.execs.remove(&exec));
+    let number_of = |graphs: &Graphs| graphs.execs.get(&exec).map(|exec| exec.number);
+    let mut number = None;
+    note(|graphs, _| number = number_of(graphs));
     // SAFETY: the argument is the application's, for the driver to judge.
     let result = unsafe { driver!(cuda::cuGraphExecDestroy(exec => Exec)) };
-    if let Some(share) = share() {
-        settle(share);
+    if result == CUDA_SUCCESS {
+        note(|graphs, share| {
+            // Another thread may have got the same handle for another one.
+            if number_of(graphs) == number {
+                graphs.execs.remove(&exec);
+            }
+            graphs.settle(share);
+        });
     }
     result
 }
@@ -500,10 +653,15 @@ pub(crate) unsafe extern "C" fn cuDeviceGraphMemTrim(device: Device) -> Result {
 }
 
 fn trim(device: Device) -> Result {
+    let mut begun = false;
+    note(|graphs, _| {
+        graphs.begin_trim(device);
+        begun = true;
+    });
     // SAFETY: the argument is for the driver to judge.
     let result = unsafe { driver!(cuda::cuDeviceGraphMemTrim(device => Device)) };
     note(|graphs, share| {
-        graphs.trimmed(device);
+        graphs.trimming -= u32::from(begun);
         graphs.settle(share);
     });
     result

@@ -28,7 +28,8 @@ use crate::{
     share::{CU_STREAM_PER_THREAD, Share, share},
 };
 use events::Clocks;
-use gate::{Answer, Around, Batch, Gate, Lane, Launch};
+pub(crate) use gate::Lane;
+use gate::{Answer, Around, Batch, Gate, Launch};
 
 /// Longest sleep: `limits` may change meanwhile.
 const LONGEST_SLEEP_NS: u64 = 10_000_000;

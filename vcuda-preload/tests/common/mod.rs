@@ -272,7 +272,7 @@ impl Model {
         let driver_kept = room.folder.path().join("model.so");
         fs::copy(&driver, &driver_kept).unwrap();
         let room = room.with_driver(&driver_kept, &driver_kept);
-        let flags = ["-Wno-strict-prototypes", "-ldl", "-lpthread", "-lm"];
+        let flags = ["-Wno-strict-prototypes", "-rdynamic", "-ldl", "-lpthread", "-lm"];
         let session = compile(room.folder.path(), "session", &source("session.c"), &flags);
         let path = room.folder.path().join("state");
         let state = File::options().read(true).write(true).create_new(true).open(path).unwrap();

@@ -152,8 +152,22 @@ static int meanwhile(int at_end) {
     }
     return 1;
 }
-static unsigned pause_us;
-void modelPauses(unsigned us) { pause_us = us; }
+/* One call waits where the test wants it to: at the first HOLD of that number that it comes to, until all go on. */
+enum { BEFORE_LAUNCH = 1, AFTER_LAUNCH, AFTER_INSTANTIATION, BEFORE_EXEC_DESTROY, AFTER_CONTEXT_DESTROY, BEFORE_ALLOCATION };
+static _Atomic int hold_wanted;
+static _Atomic pthread_t held_thread;
+void modelHold(int where) { hold_wanted = where; }
+pthread_t modelHeldThread(void) { return held_thread; }
+void modelGoOn(void) {
+    hold_wanted = 0;
+    held_thread = 0;
+}
+static void hold(int where) {
+    if (!atomic_compare_exchange_strong(&hold_wanted, &where, 0))
+        return;
+    for (held_thread = pthread_self(); held_thread;)
+        usleep(100);
+}
 static void after_it(int *begun) { meanwhile(*begun); }
 #define CHANGED_MEANWHILE __attribute__((cleanup(after_it))) int begun = meanwhile(0)
 
@@ -448,7 +462,7 @@ int cuCtxDestroy_v2(struct context *context) {
     pthread_mutex_unlock(&lock);
     if (CURRENT == context)
         depth--;
-    return OK;
+    return hold(AFTER_CONTEXT_DESTROY), OK;
 }
 int cuDevicePrimaryCtxRelease_v2(int device) {
     pthread_mutex_lock(&lock);
@@ -781,13 +795,31 @@ int cuLogicalEndpointDestroy(unsigned id) {
 
 struct graph;
 struct stream { struct context *context; struct graph *capture; _Atomic uint64_t done_at; };
-static struct stream default_stream;
+/* While the clock stands, no work that takes any time is done. */
+static _Atomic uint64_t stands_at;
 static uint64_t now_ns(void) {
     struct timespec time;
+    if (stands_at)
+        return stands_at;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1000000000ull + time.tv_nsec;
 }
-static struct stream *stream_of(struct stream *stream) { return (uintptr_t)stream > 2 ? stream : &default_stream; }
+void modelClock(int goes) {
+    stands_at = 0;
+    if (!goes)
+        stands_at = now_ns();
+}
+/* Of the default streams, a context has one, and each thread one. */
+static struct stream *stream_of(struct stream *stream) {
+    static struct stream of_context[sizeof contexts / sizeof *contexts + GPUS];
+    static __thread struct stream *of_thread;
+    if ((uintptr_t)stream > 2)
+        return stream;
+    if ((uintptr_t)stream == 2)
+        return of_thread ? of_thread : (of_thread = calloc(1, sizeof *of_thread));
+    return !CURRENT || CURRENT->primary ? &of_context[CURRENT ? CURRENT - primary_contexts : 0]
+                                        : &of_context[GPUS + (CURRENT - contexts)];
+}
 static void wait_until(uint64_t at) {
     while (now_ns() < at)
         usleep(50);
@@ -903,8 +935,7 @@ static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint6
 static int add_free_node(struct graph *graph, uint64_t address);
 int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, struct stream *stream) {
     CHANGED_MEANWHILE;
-    usleep(pause_us);
-    pause_us = 0;
+    hold(BEFORE_ALLOCATION);
     if (!bytes || !address)
         return INVALID_VALUE;
     if ((uintptr_t)stream > 2 && stream->capture)
@@ -1006,7 +1037,15 @@ static int comes_after(struct stream *stream, struct stream *other) {
             return 1;
     return 0;
 }
-int cuStreamQuery(struct stream *stream) { return stream_of(stream)->done_at > now_ns() ? NOT_READY : OK; }
+static _Atomic int dead_asked;
+int modelDeadAsked(void) { return dead_asked; }
+int cuStreamQuery(struct stream *stream) {
+    if ((uintptr_t)stream > 2 && !stream->context->alive) {
+        dead_asked++;
+        return INVALID_VALUE;
+    }
+    return stream_of(stream)->done_at > now_ns() ? NOT_READY : OK;
+}
 int cuEventQuery(struct event *event) { return event->at && now_ns() < event->at ? NOT_READY : OK; }
 int cuEventSynchronize(struct event *event) { return wait_until(event->at), OK; }
 int cuEventElapsedTime(float *milliseconds, struct event *from, struct event *to) {
@@ -1163,7 +1202,7 @@ int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_
     pthread_mutex_lock(&lock);
     made->next = execs, execs = made;
     pthread_mutex_unlock(&lock);
-    return *exec = made, OK;
+    return *exec = made, hold(AFTER_INSTANTIATION), OK;
 }
 int cuGraphUpload(struct exec *exec, struct stream *stream);
 struct instantiate { uint64_t flags; struct stream *upload_stream; struct node *error_node; int result; };
@@ -1180,6 +1219,7 @@ static int kernel(uint64_t takes, struct stream *stream);
 int cuGraphLaunch(struct exec *exec, struct stream *stream) {
     int result = OK, device = exec->device;
     stream = stream_of(stream);
+    hold(BEFORE_LAUNCH);
     pthread_mutex_lock(&lock);
     uint64_t *has = &graph_memory_of(stream)[device];
     if (exec->bytes && exec->mapped_in != stream && !exec->left) {
@@ -1202,7 +1242,11 @@ int cuGraphLaunch(struct exec *exec, struct stream *stream) {
         *has -= exec->bytes, graph_left[device] += exec->bytes, exec->left = 1;
     }
     pthread_mutex_unlock(&lock);
+    hold(AFTER_LAUNCH);
     return result ? result : kernel(graph_takes, stream);
+}
+int cuGraphLaunch_ptsz(struct exec *exec, struct stream *stream) {
+    return cuGraphLaunch(exec, stream ? stream : (struct stream *)2);
 }
 int cuGraphUpload(struct exec *exec, struct stream *stream) {
     uint64_t takes = graph_takes;
@@ -1211,6 +1255,9 @@ int cuGraphUpload(struct exec *exec, struct stream *stream) {
     return graph_takes = takes, result;
 }
 int cuGraphExecDestroy(struct exec *exec) {
+    hold(BEFORE_EXEC_DESTROY);
+    if (fail_next)
+        return fail_next--, FAILED;
     pthread_mutex_lock(&lock);
     struct exec **at = &execs;
     while (*at && *at != exec)
@@ -1220,7 +1267,8 @@ int cuGraphExecDestroy(struct exec *exec) {
     pthread_mutex_unlock(&lock);
     return free(exec), OK;
 }
-int cuGraphDestroy(struct graph *graph) { return free(graph), OK; }
+/* Whoever looks into it later finds nothing there. */
+int cuGraphDestroy(struct graph *graph) { return graph->count = 0, OK; }
 int cuDeviceGraphMemTrim(int device) {
     pthread_mutex_lock(&lock);
     for (int n = 0; n < 64; n++)

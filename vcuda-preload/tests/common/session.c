@@ -114,9 +114,42 @@ static void passes(typeof(change_in) *change, void *argument) {
     change->wanted = 0;
 }
 
-static void *end_capture(void *stream) {
-    u64 graph;
-    return CALL("cuStreamEndCapture", stream, &graph), NULL;
+/* Commands that other threads do. */
+static struct beside { pthread_t id; const char *name; u64 a, b, c, context, out[2]; int result; _Atomic int ended; } besides[4];
+static int beside_count;
+/* Who waits for a lock of the library's sleeps by this. */
+static _Atomic pthread_t asleep;
+int nanosleep(const struct timespec *time, struct timespec *left) {
+    asleep = pthread_self();
+    return syscall(SYS_nanosleep, time, left);
+}
+static void *do_beside(void *argument) {
+    struct beside *of = argument;
+    CALL("cuCtxSetCurrent", of->context);
+    of->result = command(of->name, of->a, of->b, of->c, of->out);
+    of->ended = 1;
+    return NULL;
+}
+/* Starts one, and comes back when it has ended, is held in the driver, or waits for a lock. */
+static int start_beside(const char *name, u64 a, u64 b, u64 c) {
+    pthread_t (*held)(void) = (pthread_t (*)(void))of_model("modelHeldThread");
+    struct beside *of = &besides[beside_count++];
+    *of = (struct beside){.name = strdup(name), .a = a, .b = b, .c = c};
+    CALL("cuCtxGetCurrent", &of->context);
+    asleep = 0;
+    if (pthread_create(&of->id, NULL, do_beside, of))
+        return -1;
+    while (!of->ended && held() != of->id && asleep != of->id)
+        sched_yield();
+    return 0;
+}
+/* All go on to their end: the results of the first two, and what the first made. */
+static int end_besides(u64 *out) {
+    ((void (*)(void))of_model("modelGoOn"))();
+    for (int n = 0; n < beside_count; n++)
+        pthread_join(besides[n].id, NULL);
+    out[0] = besides[0].out[0], out[1] = beside_count > 1 ? besides[1].result : 0, beside_count = 0;
+    return besides[0].result;
 }
 
 /* What a child tries with what it has from its parent: the parent's block, memory of its own, a new start. */
@@ -425,15 +458,11 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         change_in = (typeof(change_in)){1, 0, 0, 0, sizeof *count, *count};
         return *count = 0, passes(&change_in, count), 0;
     }
-    if (!strcmp(name, "async-while-capture-ends")) {
-        pthread_t thread;
-        function("cuStreamEndCapture"); /* Looked up before there are threads. */
-        ((void (*)(unsigned))of_model("modelPauses"))(200000);
-        if (pthread_create(&thread, NULL, end_capture, (void *)b))
-            return -1;
-        int result = CALL("cuMemAllocAsync", out, a, b);
-        return pthread_join(thread, NULL), result;
-    }
+    if (!strcmp(name, "hold")) return ((void (*)(int))of_model("modelHold"))(a), 0;
+    if (!strncmp(name, "beside-", 7)) return start_beside(name + 7, a, b, c);
+    if (!strcmp(name, "go-on")) return end_besides(out);
+    if (!strcmp(name, "clock")) return ((void (*)(int))of_model("modelClock"))(a), 0;
+    if (!strcmp(name, "dead-asked")) return out[0] = ((int (*)(void))of_model("modelDeadAsked"))(), 0;
     if (!strcmp(name, "capture")) return CALL("cuStreamBeginCapture_v2", a, 0UL);
     if (!strcmp(name, "end-capture")) return CALL("cuStreamEndCapture", a, out);
     if (!strcmp(name, "exec")) return CALL("cuGraphInstantiateWithFlags", out, a, 0UL);
@@ -443,6 +472,8 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         int result = CALL("cuGraphInstantiateWithParams", out, a, &parameters);
         return out[1] = parameters.node + parameters.result, result;
     }
+    if (!strcmp(name, "destroy-graph")) return CALL("cuGraphDestroy", a);
+    if (!strcmp(name, "launch-thread")) return CALL("cuGraphLaunch_ptsz", a, b);
     if (!strcmp(name, "launch")) return CALL("cuGraphLaunch", a, b);
     if (!strcmp(name, "free-exec")) return CALL("cuGraphExecDestroy", a);
     if (!strcmp(name, "trim-graphs")) return CALL("cuDeviceGraphMemTrim", a);
