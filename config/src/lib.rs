@@ -75,7 +75,7 @@ pub mod annotation {
     /// [`crate::PodPlacement`].
     pub const PLACEMENT: &str = "tencent.com/vcuda-placement";
     /// Set on a pod that waits, by vcuda-scheduler, so that kube-scheduler tries it again: when, and which node has come
-    /// to have room.
+    /// to have room. Nobody removes it: it stays on the pod for life, and says nothing once the pod has a node.
     pub const ROOM: &str = "tencent.com/vcuda-room";
     /// Set by a user on a pod: `pack` or `spread`.
     pub const POLICY: &str = "tencent.com/vcuda-policy";
