@@ -344,6 +344,11 @@ impl Cluster {
         nodes.filter(|(_, roomier)| *roomier).map(|(name, _)| name.clone()).collect()
     }
 
+    /// The names of all nodes.
+    pub fn names(&self) -> BTreeSet<Box<str>> {
+        self.nodes.keys().cloned().collect()
+    }
+
     /// What is left of each GPU of a node, for tests and metrics.
     pub fn free(&self, node: &str) -> Option<Vec<GpuFree<'_>>> {
         self.nodes.get(node).map(Node::free)

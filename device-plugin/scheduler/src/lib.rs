@@ -28,7 +28,7 @@ pub use demand::{ContainerDemand, Demand, DemandError, ResourceNames, Role};
 pub use hold::{Held, Hold, On, holds_of_bound, holds_of_placement};
 pub use node::Node;
 pub use plan::{Misfit, plan};
-pub use refused::{Refused, RefusedPod};
+pub use refused::{Due, Refused, RefusedPod};
 pub use service::{Service, Settings};
 pub use standing::{Lead, NotServing, Standing};
 pub use wanted::{Wanted, WantedError};

@@ -155,6 +155,10 @@ async fn preempt(State(service): State<Arc<Service>>, body: Body) -> Response {
     // A pod that can run nowhere is helped by nobody's end.
     let Ok(wanted) = service.read(&question.pod) else { return json(&PreemptAnswer::default()) };
     let cluster = service.cluster();
+    // Before the books change: that may be word of a pod's end that makes kube-scheduler give this preemption up.
+    if let Some(uid) = &question.pod.metadata.uid {
+        service.refused().note_preemption(uid, victims.keys().copied());
+    }
     json(&preemption(&cluster, &wanted, victims))
 }
 

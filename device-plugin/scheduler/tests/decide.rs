@@ -11,7 +11,8 @@ use std::{
 use ledger::Policy;
 use proptest::prelude::*;
 use scheduler::{
-    BoundPod, Claim, Cluster, ContainerDemand, Demand, Refused, Role, Seen, Victims, Wanted, holds_of_bound,
+    BoundPod, Claim, Cluster, ContainerDemand, Demand, Due, Refused, RefusedPod, Role, Seen, Victims, Wanted,
+    holds_of_bound,
 };
 use vcuda_config::{GpuGroup, GpuUuid, Link, NodeGpu, NodeGpus, PodPlacement, Request, annotation};
 
@@ -189,27 +190,35 @@ fn a_node_has_come_to_have_room_when_a_pod_or_a_hindrance_is_gone() {
     assert!(cluster.take_roomier().contains(&*name(0)), "its GPUs came");
 }
 
-/// The pods that are to be tried again, by UID, and their nodes.
-fn due(refused: &mut Refused, cluster: &mut Cluster, now: Instant, most: usize) -> Vec<(String, String)> {
-    let roomier = cluster.take_roomier();
-    let pods = refused.fitting(cluster, &roomier, now, most);
-    pods.into_iter().map(|(pod, node)| (pod.uid, node.to_owned())).collect()
+/// Notes a pod that fitted on none of `nodes`.
+fn note(refused: &mut Refused, uid: &str, wanted: Wanted, nodes: &[&str], since: Instant) {
+    refused.note(RefusedPod::new(uid, ("default", uid), Arc::new(wanted), Some(nodes), since));
 }
 
-#[test]
-fn a_pod_is_tried_again_where_it_was_refused_and_fits_by_now() {
+/// The pods that are to be tried again, by UID, and their nodes, once there is word of what has changed.
+fn due(refused: &mut Refused, cluster: &mut Cluster, now: Instant, most: usize) -> Vec<(String, String)> {
+    refused.hear(cluster.take_roomier(), now);
+    let pods = refused.due(cluster, now, most).pods;
+    pods.into_iter().map(|(pod, node)| (pod.uid, node.into())).collect()
+}
+
+/// A cluster whose nodes have a GPU with 80 core and memory taken by pods of priority 0, which is no news.
+fn full(nodes: u8) -> Cluster {
     let mut cluster = Cluster::default();
-    for node in 0..3 {
+    for node in 0..nodes {
         add_node(&mut cluster, node, 1, Vec::new());
         add_pod(&mut cluster, &format!("old-{node}"), node, 0, 80, 0);
     }
     cluster.take_roomier();
+    cluster
+}
+
+#[test]
+fn a_pod_is_tried_again_where_it_was_refused_and_fits_by_now() {
+    let mut cluster = full(3);
     let (mut refused, now) = (Refused::default(), Instant::now());
-    let note = |refused: &mut Refused, uid: &str, core, nodes: &[&str]| {
-        refused.note(uid, ("default", uid), Arc::new(wanted(core, core)), nodes, now);
-    };
-    note(&mut refused, "small", 50, &["node-0", "node-1"]);
-    note(&mut refused, "large", 100, &["node-0", "node-1"]);
+    note(&mut refused, "small", wanted(50, 50), &["node-0", "node-1"], now);
+    note(&mut refused, "large", wanted(100, 100), &["node-0", "node-1"], now);
     assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
     // kube-scheduler would not have them there.
     cluster.remove_pod("old-2", "node-2");
@@ -228,6 +237,61 @@ fn a_pod_is_tried_again_where_it_was_refused_and_fits_by_now() {
 }
 
 #[test]
+fn a_pod_that_was_refused_in_spite_of_word_of_room_is_not_tried_again_for_it() {
+    let mut cluster = full(1);
+    let (mut refused, now) = (Refused::default(), Instant::now());
+    let later = now + Duration::from_millis(1);
+    note(&mut refused, "a", wanted(50, 50), &["node-0"], later);
+    cluster.remove_pod("old-0", "node-0");
+    refused.hear(cluster.take_roomier(), now);
+    assert_eq!(refused.due(&cluster, later, 9), Due::default());
+    // Nobody leads, or nobody waits: what was heard is dropped.
+    refused.hear(BTreeSet::from(["node-0".into()]), later);
+    refused.drop_word();
+    assert_eq!(refused.due(&cluster, later, 9), Due::default());
+}
+
+#[test]
+fn a_pod_for_which_others_were_to_end_is_tried_again_when_one_that_had_ended_already_is_out_of_the_way() {
+    let mut cluster = full(1);
+    add_node(&mut cluster, 1, 1, Vec::new());
+    add_pod(&mut cluster, "gone", 1, 0, 40, 0);
+    add_pod(&mut cluster, "other", 1, 0, 50, 0);
+    cluster.take_roomier();
+    let (mut refused, now) = (Refused::default(), Instant::now());
+    let high = || Wanted { priority: 1, ..wanted(80, 80) };
+    // Asked about one node, and then whose end would make room on the other.
+    note(&mut refused, "high", high(), &["node-0"], now);
+    note(&mut refused, "equal", wanted(80, 80), &["node-0"], now);
+    note(&mut refused, "elsewhere", high(), &["node-0"], now);
+    for uid in ["high", "equal", "stranger"] {
+        refused.note_preemption(uid, ["node-1"]);
+    }
+    assert_eq!(cluster.victims(&high(), "node-1", Vec::new()).map(|it| it.uids.len()), Some(2));
+    cluster.remove_pod("gone", "node-1");
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), [("high".into(), "node-1".into())]);
+    // kube-scheduler hears by itself when what it had end has ended.
+    cluster.set_pod(BoundPod { ending: true, ..pod("other", 1, 0, 50, 0) });
+    refused.hear(BTreeSet::from(["node-1".into()]), now);
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
+}
+
+#[test]
+fn a_pod_of_which_nobody_knows_where_it_was_refused_is_tried_again_wherever_it_fits() {
+    let mut cluster = full(2);
+    let (mut refused, now) = (Refused::default(), Instant::now());
+    let unknown =
+        |uid: &str, core| RefusedPod::new(uid, ("default", uid), Arc::new(wanted(core, core)), None, now);
+    refused.note_if_new(unknown("a", 20));
+    refused.note_if_new(unknown("large", 30));
+    // kube-scheduler has asked about it since: that is what counts.
+    note(&mut refused, "b", wanted(20, 20), &["node-0"], now);
+    refused.note_if_new(unknown("b", 20));
+    refused.hear(BTreeSet::from(["node-1".into()]), now);
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), [("a".into(), "node-1".into())]);
+}
+
+#[test]
 fn of_pods_that_fit_by_now_a_few_are_tried_again_the_most_important_and_then_the_oldest_first() {
     const FLUSH: Duration = Duration::from_secs(5 * 60);
     let mut cluster = Cluster::default();
@@ -237,40 +301,109 @@ fn of_pods_that_fit_by_now_a_few_are_tried_again_the_most_important_and_then_the
     // kube-scheduler has asked again about the first, and been told the same, or is about to.
     for (uid, priority, since) in [("gone", 9, 0), ("c", 0, 2), ("b", 0, 1), ("a", 5, 3)] {
         let wanted = Wanted { priority, ..wanted(10, 10) };
-        let since = start + Duration::from_secs(since);
-        refused.note(uid, ("default", uid), Arc::new(wanted), &["node-0"], since);
+        note(&mut refused, uid, wanted, &["node-0"], start + Duration::from_secs(since));
     }
     let roomier = cluster.take_roomier();
     let order = |refused: &mut Refused, most| -> Vec<String> {
-        let pods = refused.fitting(&cluster, &roomier, now, most);
+        refused.hear(roomier.clone(), now);
+        let pods = refused.due(&cluster, now, most).pods;
         pods.into_iter().map(|(pod, _)| pod.uid).collect()
     };
     assert_eq!(order(&mut refused, 2), ["a", "b"]);
+    // The others are next, and then all for what was heard since.
+    refused.drop_word();
     assert_eq!(order(&mut refused, 9), ["a", "b", "c"]);
 
     // It was tried again, and refused once more before the answer to the nudge came.
-    let (pod, _) = refused.fitting(&cluster, &roomier, now, 1).remove(0);
-    refused.note("a", ("default", "a"), Arc::new(wanted(10, 10)), &["node-0"], now);
+    refused.hear(roomier.clone(), now);
+    let (pod, _) = refused.due(&cluster, now, 1).pods.remove(0);
+    note(&mut refused, "a", wanted(10, 10), &["node-0"], now);
     refused.forget(&pod);
+    refused.drop_word();
     assert_eq!(order(&mut refused, 9), ["b", "c", "a"]);
-    let (pod, _) = refused.fitting(&cluster, &roomier, now, 1).remove(0);
+    refused.hear(roomier.clone(), now);
+    let (pod, _) = refused.due(&cluster, now, 1).pods.remove(0);
     refused.forget(&pod);
+    refused.drop_word();
     assert_eq!(order(&mut refused, 9), ["c", "a"]);
 }
 
 #[test]
-fn the_pods_that_were_refused_are_remembered_up_to_a_bound_the_last_ones() {
+fn a_pod_that_could_not_be_made_known_is_tried_once_more_after_a_pause_that_grows_while_it_has_room() {
+    let mut cluster = full(1);
+    let (mut refused, start) = (Refused::default(), Instant::now());
+    note(&mut refused, "a", wanted(50, 50), &["node-0"], start);
+    cluster.remove_pod("old-0", "node-0");
+    refused.hear(cluster.take_roomier(), start);
+    let (mut now, mut pauses) = (start, Vec::new());
+    let (pod, node) = refused.due(&cluster, now, 9).pods.remove(0);
+    for _ in 0..7 {
+        refused.postpone(&pod, &node, now);
+        // Word of room elsewhere does not shorten it.
+        refused.hear(BTreeSet::from(["node-0".into()]), now);
+        let failed = now;
+        while refused.due(&cluster, now, 9).pods.is_empty() {
+            now += Duration::from_secs(1);
+        }
+        pauses.push((now - failed).as_secs());
+    }
+    assert_eq!(pauses, [2, 4, 8, 16, 32, 64, 64]);
+
+    // Its room was taken meanwhile: it waits for word like any other.
+    refused.postpone(&pod, &node, now);
+    add_pod(&mut cluster, "new", 0, 0, 80, 0);
+    now += Duration::from_secs(64);
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), []);
+    cluster.remove_pod("new", "node-0");
+    assert_eq!(due(&mut refused, &mut cluster, now, 9), [("a".into(), "node-0".into())]);
+}
+
+#[test]
+fn one_go_looks_at_few_pods_and_nodes_and_the_next_goes_on_from_there() {
+    let mut cluster = Cluster::default();
+    let offer = offer(0, 1, Vec::new()).to_text();
+    let annotations = BTreeMap::from([(annotation::NODE_GPUS.to_owned(), offer)]);
+    let names: Vec<String> = (0..900).map(|n| format!("node-{n:03}")).collect();
+    for name in &names {
+        cluster.set_node(name, Some(&annotations));
+    }
+    let nodes: Vec<&str> = names.iter().map(String::as_str).collect();
+    let (mut refused, now) = (Refused::default(), Instant::now());
+    for n in 0..5 {
+        note(&mut refused, &format!("large-{n}"), Wanted { priority: 2, ..wanted(200, 0) }, &nodes, now);
+    }
+    // It fits on the last node alone.
+    note(&mut refused, "last", Wanted { priority: 1, ..wanted(10, 10) }, &nodes[899..], now);
+    note(&mut refused, "small", wanted(10, 10), &nodes, now);
+    refused.hear(cluster.take_roomier(), now);
+    // 5 × 900 pairs, 900, and 1.
+    for _ in 0..2 {
+        assert_eq!(refused.due(&cluster, now, 9), Due { pods: Vec::new(), more: true });
+    }
+    let found = |due: &Due| -> Vec<(String, String)> {
+        due.pods.iter().map(|(pod, node)| (pod.uid.clone(), node.to_string())).collect()
+    };
+    let due = refused.due(&cluster, now, 1);
+    assert_eq!((found(&due), due.more), (vec![("last".into(), "node-899".into())], true));
+    let due = refused.due(&cluster, now, 1);
+    assert_eq!((found(&due), due.more), (vec![("small".into(), "node-000".into())], false));
+    assert_eq!(refused.due(&cluster, now, 9), Due::default());
+}
+
+#[test]
+fn of_too_many_pods_that_were_refused_the_least_important_and_then_the_oldest_are_forgotten() {
     let mut cluster = Cluster::default();
     add_node(&mut cluster, 0, 1, Vec::new());
     let (mut refused, start) = (Refused::default(), Instant::now());
-    let wanted = Arc::new(wanted(10, 10));
     for n in 0..1200 {
+        let priority = if n < 100 { 1 } else { 0 };
+        let wanted = Wanted { priority, ..wanted(10, 10) };
         let since = start + Duration::from_millis(n);
-        refused.note(&format!("pod-{n:04}"), ("default", "pod"), Arc::clone(&wanted), &["node-0"], since);
+        note(&mut refused, &format!("pod-{n:04}"), wanted, &["node-0"], since);
     }
     let due = due(&mut refused, &mut cluster, start + Duration::from_secs(2), 9999);
     assert_eq!(due.len(), 1000);
-    assert_eq!(due[0].0, "pod-0200");
+    assert_eq!((&*due[0].0, &*due[99].0, &*due[100].0), ("pod-0000", "pod-0099", "pod-0300"));
 }
 
 proptest! {
