@@ -36,15 +36,16 @@ fn systemd_never_gives_up_on_a_daemon() {
     }
 }
 
-/// The DaemonSet's init container puts a version's folder there whole, whatever an earlier attempt has left, and never
-/// touches one that is there.
+/// The DaemonSet's init container puts a build's folder there whole, whatever an earlier attempt has left, never touches
+/// one that is there, and does not pass another build under the same version off as installed.
 #[test]
-fn the_daemonset_installs_a_version_whole_and_once() {
+fn the_daemonset_installs_a_build_whole_and_once() {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/daemonset.yaml");
     let text = fs::read_to_string(manifest).unwrap();
     let (_, script) = text.split_once("            - |\n").unwrap();
     let script: Vec<&str> = script.lines().map_while(|line| line.strip_prefix("              ")).collect();
-    assert!(script.first().unwrap().starts_with("to=/host/usr/local/vcuda/"), "{script:?}");
+    let first = "from=/vcuda to=/host/usr/local/vcuda/";
+    assert!(script.first().unwrap().starts_with(first), "{script:?}");
 
     let folder = tempfile::tempdir().unwrap();
     let (host, image) = (folder.path().join("host"), folder.path().join("image"));
@@ -53,16 +54,19 @@ fn the_daemonset_installs_a_version_whole_and_once() {
         fs::write(image.join(file), content).unwrap();
     }
     let script = script.join("\n");
-    let script = script.replace("/host/", &format!("{}/", host.display()));
-    let script = script.replace(" /vcuda ", &format!(" {} ", image.display()));
-    let install = || Command::new("sh").args(["-euc", &script]).status().unwrap().success();
+    let script = script.replace("to=/host/", &format!("to={}/", host.display()));
+    let script = script.replace("from=/vcuda ", &format!("from={} ", image.display()));
+    let install = || {
+        let output = Command::new("sh").args(["-euc", &script]).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
     let installed = host.join(NodeFile::default().paths.install.strip_prefix("/").unwrap());
     let part = installed.with_file_name("0.1.0.part");
 
     // An attempt that was killed half-way.
     fs::create_dir_all(part.join("bin")).unwrap();
     fs::write(part.join("bin/vcuda-hook"), "ho").unwrap();
-    assert!(install());
+    assert_eq!(install(), (Some(0), String::new()));
     assert_eq!(fs::read_to_string(installed.join("bin/vcuda-hook")).unwrap(), "hook");
     assert_eq!(fs::read_to_string(installed.join("lib/libvcuda_preload.so")).unwrap(), "shim");
     assert!(!part.exists());
@@ -70,10 +74,35 @@ fn the_daemonset_installs_a_version_whole_and_once() {
     // Containers map what is there, so it stays as it is.
     let inode = || fs::metadata(installed.join("lib/libvcuda_preload.so")).unwrap().ino();
     let before = inode();
+    assert_eq!(install(), (Some(0), String::new()), "the same build once more");
+    let refused = |why| {
+        let (code, said) = install();
+        assert_eq!(code, Some(1), "{why}: {said}");
+        assert!(said.contains("is of another build than this image"), "{why}: {said}");
+        assert_eq!(said.lines().count(), 1, "{why}: {said}");
+        assert_eq!((inode(), fs::read_dir(&installed).unwrap().count()), (before, 2), "{why}");
+        assert_eq!(fs::read_to_string(installed.join("lib/libvcuda_preload.so")).unwrap(), "shim", "{why}");
+    };
     fs::write(image.join("lib/libvcuda_preload.so"), "another").unwrap();
-    assert!(install());
-    assert_eq!((inode(), fs::read_dir(&installed).unwrap().count()), (before, 2));
-    assert_eq!(fs::read_to_string(installed.join("lib/libvcuda_preload.so")).unwrap(), "shim");
+    refused("a file is another");
+    fs::write(image.join("lib/libvcuda_preload.so"), "shim").unwrap();
+    fs::write(image.join("bin/vcuda-check"), "check").unwrap();
+    refused("a file is more");
+    fs::remove_file(image.join("bin/vcuda-check")).unwrap();
+    assert_eq!(install(), (Some(0), String::new()), "back again");
+}
+
+/// What is beside `bin` and `lib` in the folder that is built is for tests, and large.
+#[test]
+fn the_image_has_what_goes_onto_a_node_and_no_more() {
+    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy");
+    let recipe = fs::read_to_string(deploy.join("Dockerfile")).unwrap();
+    let copies: Vec<_> = recipe.lines().filter_map(|line| line.strip_prefix("COPY ")).collect();
+    assert_eq!(copies, ["bin /vcuda/bin", "lib /vcuda/lib"]);
+    let image = format!("/vcuda:{}", vcuda_config::VERSION);
+    for file in ["Dockerfile", "daemonset.yaml", "scheduler.yaml"] {
+        assert!(fs::read_to_string(deploy.join(file)).unwrap().contains(&image), "{file}");
+    }
 }
 
 #[test]
