@@ -10,6 +10,7 @@
 set -euo pipefail
 
 die() { printf 'apt: %s\n' "$*" >&2; exit 1; }
+misused() { printf '%s: %s; see %s --help\n' "${0##*/}" "$*" "$0" >&2; exit 2; }
 
 root=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}/apt
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -62,6 +63,7 @@ unpack() {
 case ${1-} in
 -h | --help) . "$(dirname "$0")/usage.sh"; usage "" "$1" ;;
 mirror) mirror ;;
-unpack) [ $# -ge 4 ] || die "unpack needs a folder, a release and packages"; unpack "${@:2}" ;;
-*) die "it knows unpack and mirror; see $0 --help" ;;
+unpack) [ $# -ge 4 ] || misused "unpack needs a folder, a release and packages"; unpack "${@:2}" ;;
+"") misused "a command is missing" ;;
+*) misused "$1 is not known here" ;;
 esac

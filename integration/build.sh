@@ -21,7 +21,7 @@ zig=$(integration/zig.sh)
 export PATH="$zig:$PATH:$HOME/.cargo/bin"
 triple=x86_64-unknown-linux-gnu
 
-say() { printf '\033[2m%s\033[0m\n' "build: $*" >&2; }
+say() { styled 2 "build: $*" >&2; }
 
 say "demo and simulated driver's daemon"
 cargo build -q --profile "$profile" --bins -p sim-gpud -p integration

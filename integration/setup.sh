@@ -20,7 +20,7 @@ if [ "${1-}" = --where ]; then
     exit 0
 fi
 
-say() { printf '\033[2m%s\033[0m\n' "setup: $*" >&2; }
+say() { styled 2 "setup: $*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
 [ "$(uname -m)" = x86_64 ] || die "this machine is $(uname -m); only x86_64 is supported so far"

@@ -1,8 +1,13 @@
 # Sourced by scripts whose work takes long: what they do not know is told before it begins.
-#
+
+# styled CODE TEXT: a line, in that style of ECMA-48 (1 bold, 2 faint) where it is read on a terminal.
+styled() {
+    if [ -t 1 ]; then printf '\033[%sm%s\033[0m\n' "$1" "$2"; else printf '%s\n' "$2"; fi
+}
+
 # usage KNOWN ARGUMENT...: -h and --help print the comment at the head of the script and end it; an argument that is not among
 # the words of KNOWN is an error. A word with a = is an option with a value, of its own or after a =: one of those that the
-# word lists after it, as in --output=text|json, or any where it lists none.
+# word lists after it, as in --output=text|json, a whole number from 1 on for N, or any where it lists none.
 usage() {
     local known=" $1 " argument option= values value wrong=
     shift
@@ -30,7 +35,12 @@ usage() {
         fi
         values=${known#*" $option="}
         values=${values%% *}
-        if [[ -n $values && ($value == *"|"* || "|$values|" != *"|$value|"*) ]]; then
+        if [ "$values" = N ]; then
+            if [[ ! $value =~ ^0*[1-9][0-9]{0,8}$ ]]; then
+                wrong="$option cannot be $value; it is a number from 1 to 999999999"
+                break
+            fi
+        elif [[ -n $values && ($value == *"|"* || "|$values|" != *"|$value|"*) ]]; then
             wrong="$option cannot be $value; it is ${values//|/ or }"
             break
         fi

@@ -13,7 +13,7 @@ mkdir -p "${venv%/*}"
 exec 8>"$venv.lock"
 flock 8
 if [ ! -x "$venv/bin/cargo-zigbuild" ]; then
-    printf '\033[2m%s\033[0m\n' "zig: installing zig and cargo-zigbuild" >&2
+    styled 2 "zig: installing zig and cargo-zigbuild" >&2
     rm -rf "$venv"
     { python3 -m venv "$venv" || /usr/bin/python3 -m venv "$venv"; } >&2 || {
         echo "zig: no virtual environment can be made; install python3-venv" >&2

@@ -14,7 +14,7 @@ command -v go >/dev/null || { echo "kube: there is no Go here; install 1.26 or n
 mkdir -p "$out"
 for program in $programs; do
     [ -x "$out/$program" ] && continue
-    printf '\033[2mkube: building %s %s\033[0m\n' "$program" "$version" >&2
+    styled 2 "kube: building $program $version" >&2
     # kubelet refuses an API server of another minor version, so the programs must say which they are.
     CGO_ENABLED=0 GOFLAGS=-mod=readonly nice go build -trimpath -buildvcs=false -o "$out/$program.part" \
         -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$version -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=${version:2:2}" \

@@ -8,7 +8,9 @@ fn run(script: &str, arguments: &[&str]) -> (Option<i32>, String) {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
     let beside = folder.path().join("integration");
-    fs::create_dir(&beside).unwrap();
+    for path in [&beside, &folder.path().join(".ci")] {
+        fs::create_dir(path).unwrap();
+    }
     for file in [script, "usage.sh"] {
         fs::copy(source.join(file), beside.join(file)).unwrap();
     }
@@ -29,9 +31,19 @@ fn what_a_script_does_not_know_is_told_before_it_begins() {
         ("demo", &["--outputs=json"], "--outputs=json is not known here"),
         ("bench", &["share", "-o", "text"], "-o cannot be text; it is table or json"),
         ("bench", &["share", "--governor", "off"], "--governor cannot be off; it is with or without or both"),
-        ("bench", &["--quick=1"], "--quick=1 is not known here"),
+        ("bench", &["share", "--quick=1"], "--quick=1 is not known here"),
+        ("bench", &["--quick"], "--quick is not known here"),
+        ("bench", &["pods", "--windows", "3"], "--windows is not known here"),
+        ("bench", &["--rounds", "3", "pods"], "pods is not known here"),
+        ("bench", &["--rounds", "abc"], "--rounds cannot be abc; it is a number from 1"),
+        ("bench", &["pods", "--pods=0"], "--pods cannot be 0; it is a number from 1"),
+        ("bench", &["share", "--windows=-1"], "--windows cannot be -1; it is a number from 1"),
         ("bench", &["--rounds"], "--rounds has no value"),
         ("test", &["node"], "node is not known here"),
+        ("../.ci/run", &["--quick"], "--quick is not known here"),
+        ("apt.sh", &["--nope"], "--nope is not known here"),
+        ("apt.sh", &["unpack", "/tmp"], "unpack needs a folder, a release and packages"),
+        ("apt.sh", &[], "a command is missing"),
     ] {
         let (code, said) = run(script, arguments);
         assert_eq!(code, Some(2), "{script} {arguments:?}: {said}");
@@ -47,6 +59,9 @@ fn what_a_script_knows_gets_past_its_arguments() {
         ("demo", &["-o", "json"]),
         ("demo", &["--output=json"]),
         ("bench", &["share", "--shares", "30/70", "--work=5 µs", "-o=json", "--quick"]),
+        ("bench", &["share", "--windows", "16", "--json"]),
+        ("bench", &["pods", "--pods=40", "--rounds", "5"]),
+        ("bench", &["--rounds", "08", "--json"]),
     ] {
         let (code, said) = run(script, arguments);
         assert_ne!(code, Some(2), "{script} {arguments:?}: {said}");
@@ -56,7 +71,9 @@ fn what_a_script_knows_gets_past_its_arguments() {
 
 #[test]
 fn help_is_the_comment_at_the_head() {
-    for script in ["demo", "bench", "test", "build.sh", "setup.sh", "zig.sh", "apt.sh"] {
+    for script in
+        ["demo", "bench", "test", "build.sh", "setup.sh", "zig.sh", "apt.sh", "kube/build.sh", "../.ci/run"]
+    {
         let source = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(script)).unwrap();
         let first = source.lines().nth(1).unwrap().trim_start_matches("# ");
         let output =
@@ -65,11 +82,44 @@ fn help_is_the_comment_at_the_head() {
         let told = String::from_utf8(output.stdout).unwrap();
         assert!(told.starts_with(first), "{script}");
         // apt.sh reads its arguments itself.
-        let usage = source.lines().find_map(|line| line.strip_prefix("usage ")).unwrap_or_default();
-        for option in usage.split(['"', ' ']).filter(|word| word.starts_with("--")) {
+        let usage = source.lines().filter(|line| line.starts_with("usage \"") || line.contains(") usage \""));
+        let words = usage.flat_map(|line| line.split(['"', ' ']));
+        for option in words.filter(|word| word.starts_with("--")) {
             let name = option.split('=').next().unwrap();
             // -o and --output are one.
             assert!(name == "--output" || told.contains(name), "{script} --help: no {name}");
         }
+    }
+}
+
+/// The names of tiers in its help are the words that it takes.
+#[test]
+fn the_help_of_test_lists_its_tiers() {
+    let source = include_str!("../test");
+    let list = source.lines().find_map(|line| line.strip_prefix("usage \"")).unwrap();
+    let tiers: Vec<_> = list.split('"').next().unwrap().split(' ').collect();
+    assert!(tiers.len() > 4, "{tiers:?}");
+    for tier in tiers {
+        assert!(source.contains(&format!("\n#   {tier:<8}   ")), "{tier}");
+    }
+}
+
+#[test]
+fn a_line_has_style_on_a_terminal_only() {
+    let usage = Path::new(env!("CARGO_MANIFEST_DIR")).join("usage.sh");
+    let line = format!(". '{}'; styled 2 'setup: all there'", usage.display());
+    let said = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).output().unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(said("bash", &["-c", &line]), "setup: all there\n");
+    let on_terminal = said("script", &["-qec", &format!("bash -c \"{line}\""), "/dev/null"]);
+    assert_eq!(on_terminal, "\x1b[2msetup: all there\x1b[0m\r\n");
+
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let scripts = ["integration/test", "integration/setup.sh", "integration/build.sh", "integration/zig.sh"];
+    let more = ["integration/kube/build.sh", "vcuda-preload/tests/fetch.sh", ".ci/run"];
+    for script in scripts.into_iter().chain(more) {
+        assert!(!fs::read_to_string(root.join(script)).unwrap().contains(r"\033"), "{script}");
     }
 }

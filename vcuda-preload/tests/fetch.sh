@@ -14,7 +14,7 @@ usage "programs" "$@"
 shared=${VCUDA_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/vcuda}
 cache=$shared/real
 apt=$(dirname "$(readlink -f "$0")")/../../integration/apt.sh
-say() { printf '\033[2m%s\033[0m\n' "fetch: $*" >&2; }
+say() { styled 2 "fetch: $*" >&2; }
 die() { printf 'fetch: %s\n' "$*" >&2; exit 1; }
 mkdir -p "$cache"
 exec 9>"$cache/.lock"
