@@ -19,6 +19,7 @@ built=$profile
 [ "$profile" = dev ] && built=debug
 zig=$(integration/zig.sh)
 export PATH="$zig:$PATH:$HOME/.cargo/bin"
+export ZIG_GLOBAL_CACHE_DIR="${zig%/*/*}/zig" CARGO_ZIGBUILD_CACHE_DIR="${zig%/*/*}/cargo-zigbuild"
 triple=x86_64-unknown-linux-gnu
 
 say() { styled 2 "build: $*" >&2; }

@@ -3,7 +3,8 @@
 # in a virtual environment in the cache. Prints the folder that belongs at the front of PATH, since cargo-zigbuild asks the
 # first python3 that it finds for zig. Quick when it is there; needs python3-venv and no root.
 #
-# VCUDA_CACHE names another cache folder than ~/.cache/vcuda.
+# VCUDA_CACHE names another cache folder than ~/.cache/vcuda. Who builds with it keeps what zig and cargo-zigbuild cache
+# there too, by ZIG_GLOBAL_CACHE_DIR and CARGO_ZIGBUILD_CACHE_DIR.
 set -euo pipefail
 . "$(dirname "$0")/usage.sh"
 usage "" "$@"

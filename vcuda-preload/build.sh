@@ -12,5 +12,6 @@ triple=x86_64-unknown-linux-gnu
 target=${CARGO_TARGET_DIR:-$PWD/target}
 zig=$(integration/zig.sh)
 export PATH="$zig:$PATH"
+export ZIG_GLOBAL_CACHE_DIR="${zig%/*/*}/zig" CARGO_ZIGBUILD_CACHE_DIR="${zig%/*/*}/cargo-zigbuild"
 cargo zigbuild --release -p vcuda-preload --target "$triple.2.17" >&2
 echo "$target/$triple/release/libvcuda_preload.so"

@@ -1,7 +1,7 @@
 //! What the scripts beside this crate answer to arguments that they do not know: at once, before they fetch and build for
 //! minutes.
 
-use std::{fs, path::Path, process::Command};
+use std::{fs, os::unix::fs::PermissionsExt, path::Path, process::Command};
 
 /// Runs a script where it has nothing beside it that it could fetch and build with. Its exit code and what it said.
 fn run(script: &str, arguments: &[&str]) -> (Option<i32>, String) {
@@ -121,5 +121,35 @@ fn a_line_has_style_on_a_terminal_only() {
     let more = ["integration/kube/build.sh", "vcuda-preload/tests/fetch.sh", ".ci/run"];
     for script in scripts.into_iter().chain(more) {
         assert!(!fs::read_to_string(root.join(script)).unwrap().contains(r"\033"), "{script}");
+    }
+}
+
+#[test]
+fn what_a_build_caches_lies_in_the_cache() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for script in ["integration/build.sh", "vcuda-preload/build.sh"] {
+        let folder = tempfile::tempdir().unwrap();
+        let place = |file: &str, text: &str| {
+            let path = folder.path().join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        for file in [script, "integration/usage.sh"] {
+            place(file, &fs::read_to_string(source.join("..").join(file)).unwrap());
+        }
+        place("integration/zig.sh", "#!/bin/sh\necho /cache/venv/bin\n");
+        // In cargo's place: it only says where zig would cache.
+        place(
+            "bin/cargo",
+            "#!/bin/sh\n[ \"$1\" = zigbuild ] && echo \"caches: $ZIG_GLOBAL_CACHE_DIR $CARGO_ZIGBUILD_CACHE_DIR\" >&2\n\
+             exit 0\n",
+        );
+        let path = format!("{}:{}", folder.path().join("bin").display(), std::env::var("PATH").unwrap());
+        let mut build = Command::new(folder.path().join(script));
+        build.env("PATH", path).env("CARGO_TARGET_DIR", folder.path().join("target"));
+        let output = build.env("VCUDA_DIST", folder.path().join("dist")).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.contains("caches: /cache/zig /cache/cargo-zigbuild\n"), "{script}: {said}");
     }
 }
