@@ -86,7 +86,9 @@ impl Folder {
         );
         let folder = std::env::temp_dir().join(name);
         fs::create_dir(&folder).with_context(|| format!("{}: cannot be made", folder.display()))?;
-        Ok(Self(folder))
+        let folder = Self(folder);
+        teardown::note_what_is_missing(&folder, Path::new(teardown::RUN))?;
+        Ok(folder)
     }
 }
 

@@ -17,8 +17,25 @@ use rustix::{
 /// bytes that a Unix socket's path may have.
 pub const FOLDER_PREFIX: &str = "vcuda-node-";
 
+/// Where shims and runc keep their sockets and states, whichever containerd they serve.
+pub const RUN: &str = "/run/containerd";
+
+/// File in a node's folder: what was missing of [`RUN`] before it came, a path a line, innermost first.
+const MISSING: &str = "missing";
+
 /// How long killed processes may take to be gone.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Notes in a node's `folder` what there is not yet of `run`, so that it goes with the node.
+///
+/// # Errors
+/// The note cannot be written.
+pub fn note_what_is_missing(folder: &Path, run: &Path) -> io::Result<()> {
+    let parts = ["s", "runc/k8s.io", "runc", ""].map(|part| run.join(part));
+    let missing = parts.iter().filter(|part| !part.exists());
+    let lines: String = missing.map(|part| format!("{}\n", part.display())).collect();
+    fs::write(folder.join(MISSING), lines)
+}
 
 /// Takes down the node in `folder`.
 pub fn node(folder: &Path) {
@@ -29,6 +46,10 @@ pub fn node(folder: &Path) {
     kill(|| groups.iter().flat_map(|group| members(group)).collect());
     kill(|| processes_naming(folder, ""));
     remove_shim_sockets(folder);
+    // Only what is empty: another containerd may have come to use it.
+    for made in fs::read_to_string(folder.join(MISSING)).unwrap_or_default().lines() {
+        let _ = fs::remove_dir(made);
+    }
     for point in mounts_below(folder) {
         let _ = unmount(&point, UnmountFlags::DETACH);
     }
@@ -153,5 +174,31 @@ fn remove_shim_sockets(folder: &Path) {
                 let _ = fs::remove_file(socket);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_takes_along_what_it_made_of_the_run_folder_and_nothing_else() {
+        let all = tempfile::tempdir().unwrap();
+        let (run, folder) = (all.path().join("run"), all.path().join("vcuda-node-0-1"));
+        fs::create_dir(&folder).unwrap();
+        note_what_is_missing(&folder, &run).unwrap();
+        for made in ["s", "runc/k8s.io"] {
+            fs::create_dir_all(run.join(made)).unwrap();
+        }
+        node(&folder);
+        assert!(!run.exists() && !folder.exists());
+
+        // The system's own, and what another containerd has come to use.
+        fs::create_dir_all(run.join("s")).unwrap();
+        fs::create_dir(&folder).unwrap();
+        note_what_is_missing(&folder, &run).unwrap();
+        fs::create_dir_all(run.join("runc/k8s.io/of-another")).unwrap();
+        node(&folder);
+        assert!(run.join("s").exists() && run.join("runc/k8s.io/of-another").exists());
     }
 }
