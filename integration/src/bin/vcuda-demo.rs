@@ -56,12 +56,15 @@ enum Output {
 /// What the demo saw.
 #[derive(Serialize)]
 struct Seen {
+    /// Whether all was as it should be.
+    ok: bool,
     /// "simulated" or "real", and the driver's version.
     driver: String,
     /// Name and version.
     containerd: String,
     gpus: Vec<GpuSeen>,
     pods: Vec<PodSeen>,
+    inside: Inside,
     without_nri: Refusal,
 }
 
@@ -96,11 +99,26 @@ struct Attempt {
     result: &'static str,
 }
 
+/// What vcuda put into the first pod's container.
+#[derive(Serialize)]
+struct Inside {
+    /// Paths of device nodes.
+    devices: Vec<String>,
+    /// Where files are mounted.
+    mounts: Vec<String>,
+    /// `NAME=value`.
+    env: Vec<String>,
+    /// What `vcuda-hook` is told to do.
+    hooks: Vec<String>,
+}
+
 /// What became of a share while the NRI plugin was stopped.
 #[derive(Serialize)]
 struct Refusal {
     started: bool,
     message: String,
+    /// Whether a pod that asks for no share ran meanwhile.
+    other_runs: bool,
 }
 
 /// One pod of the demo, before it runs.
@@ -194,30 +212,36 @@ async fn show(arguments: &Arguments) -> Result<bool> {
         pods.push(seen);
     }
     page.title("inside", &format!("what containerd was told to give {}", PODS[0].name));
-    for line in inside(&node.cri().info(running[0].id("main")).await?) {
+    let inside = Inside::of(&node.cri().info(running[0].id("main")).await?);
+    for line in inside.lines() {
         page.line(&line);
     }
 
     page.title("fail closed", "the same pod once more, with vcuda-nri-plugin stopped");
     node.vcuda.nri_plugin()?.terminate()?;
     let again = Pod::new("late", Container::new("main", node.image()).share(PODS[0].core, PODS[0].units));
-    let without_nri = match node.kubelet.run(&again).await {
+    let refused = match node.kubelet.run(&again).await {
         Ok(pod) => {
             running.push(pod);
-            Refusal { started: true, message: String::new() }
+            page.line(&page.bad("late  started, unenforced"));
+            None
         }
-        Err(error) => Refusal { started: false, message: sentence(&format!("{error:#}")) },
+        Err(error) => {
+            let message = sentence(&format!("{error:#}"));
+            page.line(&format!("late  {}  {message}", page.good("refused")));
+            Some(message)
+        }
     };
-    page.line(&match &without_nri {
-        Refusal { started: true, .. } => page.bad("late  started, unenforced"),
-        Refusal { message, .. } => format!("late  {}  {message}", page.good("refused")),
-    });
     let plain = node.kubelet.run(&Pod::new("other", Container::new("main", node.image()))).await;
     page.line(&match &plain {
         Ok(_) => format!("other {}  it asked for no share", page.good("runs")),
         Err(error) => page.bad(&format!("other {error:#}")),
     });
-    let plain_runs = plain.is_ok();
+    let without_nri = Refusal {
+        started: refused.is_none(),
+        message: refused.unwrap_or_default(),
+        other_runs: plain.is_ok(),
+    };
     running.extend(plain.ok());
 
     node.vcuda.start_nri_plugin().await?;
@@ -230,16 +254,16 @@ async fn show(arguments: &Arguments) -> Result<bool> {
     let met = PODS.iter().zip(&pods).all(|(ask, seen)| ask.is_met_by(seen));
     let shared = pods[0].gpu.is_some() && pods[0].gpu == pods[1].gpu;
     let refused = !without_nri.started && without_nri.message.contains("vcuda-nri-plugin");
-    let good = met && shared && refused && plain_runs;
+    let ok = met && shared && refused && without_nri.other_runs;
     page.title(
         "done",
-        if good { "all as it should be; everything was removed" } else { "NOT as it should be" },
+        if ok { "all as it should be; everything was removed" } else { "NOT as it should be" },
     );
     if arguments.output == Output::Json {
-        let seen = Seen { driver: seen_driver, containerd, gpus, pods, without_nri };
+        let seen = Seen { ok, driver: seen_driver, containerd, gpus, pods, inside, without_nri };
         println!("{}", serde_json::to_string_pretty(&seen)?);
     }
-    Ok(good)
+    Ok(ok)
 }
 
 /// Looks at a pod from inside.
@@ -294,33 +318,40 @@ impl PodSeen {
     }
 }
 
-/// The parts of a container's OCI spec that vcuda put there.
-fn inside(info: &ContainerInfo) -> Vec<String> {
-    let spec = &info.spec;
-    let list = |value: &serde_json::Value, key: &str| -> Vec<String> {
-        let items = value.as_array().into_iter().flatten();
-        items.filter_map(|item| item[key].as_str()).map(Into::into).collect()
-    };
-    let devices = list(&spec["linux"]["devices"], "path");
-    let devices: Vec<_> = devices.into_iter().filter(|path| path.contains("nvidia")).collect();
-    let env = spec["process"]["env"].as_array().into_iter().flatten().filter_map(|entry| entry.as_str());
-    let env: Vec<_> = env
-        .filter(|entry| entry.starts_with("LD_") || entry.starts_with("NVIDIA_"))
-        .map(String::from)
-        .collect();
-    let mounts = list(&spec["mounts"], "destination");
-    let own = ["/usr/local/vcuda/", "/etc/ld.so.preload", "libcuda.so", "libnvidia-ml.so"];
-    let mounts: Vec<_> =
-        mounts.into_iter().filter(|path| own.iter().any(|part| path.contains(part))).collect();
-    let hooks = spec["hooks"]["createContainer"].as_array().into_iter().flatten();
-    let hooks: Vec<_> = hooks.filter_map(|hook| hook["args"][1].as_str()).map(String::from).collect();
-    let mut lines = vec![];
-    for (name, items) in [("devices", devices), ("mounts", mounts), ("env", env), ("hooks", hooks)] {
-        for (at, item) in items.iter().enumerate() {
-            lines.push(format!("{:<8} {item}", if at == 0 { name } else { "" }));
-        }
+impl Inside {
+    /// The parts of a container's OCI spec that vcuda put there.
+    fn of(info: &ContainerInfo) -> Self {
+        let spec = &info.spec;
+        let list = |value: &serde_json::Value, key: &str| -> Vec<String> {
+            let items = value.as_array().into_iter().flatten();
+            items.filter_map(|item| item[key].as_str()).map(Into::into).collect()
+        };
+        let devices = list(&spec["linux"]["devices"], "path");
+        let devices: Vec<_> = devices.into_iter().filter(|path| path.contains("nvidia")).collect();
+        let env = spec["process"]["env"].as_array().into_iter().flatten().filter_map(|entry| entry.as_str());
+        let env: Vec<_> = env
+            .filter(|entry| entry.starts_with("LD_") || entry.starts_with("NVIDIA_"))
+            .map(String::from)
+            .collect();
+        let mounts = list(&spec["mounts"], "destination");
+        let own = ["/usr/local/vcuda/", "/etc/ld.so.preload", "libcuda.so", "libnvidia-ml.so"];
+        let mounts: Vec<_> =
+            mounts.into_iter().filter(|path| own.iter().any(|part| path.contains(part))).collect();
+        let hooks = spec["hooks"]["createContainer"].as_array().into_iter().flatten();
+        let hooks: Vec<_> = hooks.filter_map(|hook| hook["args"][1].as_str()).map(String::from).collect();
+        Self { devices, mounts, env, hooks }
     }
-    lines
+
+    fn lines(&self) -> Vec<String> {
+        let Self { devices, mounts, env, hooks } = self;
+        let mut lines = vec![];
+        for (name, items) in [("devices", devices), ("mounts", mounts), ("env", env), ("hooks", hooks)] {
+            for (at, item) in items.iter().enumerate() {
+                lines.push(format!("{:<8} {item}", if at == 0 { name } else { "" }));
+            }
+        }
+        lines
+    }
 }
 
 /// The guard's sentence out of what the runtime wraps around it.
@@ -372,7 +403,15 @@ struct Page {
 
 impl Page {
     fn title(&self, what: &str, more: &str) {
-        self.print(&format!("\n{} {}", self.paint("1", what), self.dim(more)));
+        self.print(&self.titled(what, more));
+    }
+
+    fn titled(&self, what: &str, more: &str) -> String {
+        if self.color {
+            format!("\n{} {}", self.paint("1", what), self.dim(more))
+        } else {
+            format!("\n{what}: {more}")
+        }
     }
 
     fn line(&self, text: &str) {
@@ -400,5 +439,57 @@ impl Page {
 
     fn paint(&self, code: &str, text: &str) -> String {
         if self.color { format!("\x1b[{code}m{text}\x1b[0m") } else { text.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_title_stands_apart_from_what_follows_with_color_and_without() {
+        let page = |color| Page { loud: true, color };
+        assert_eq!(page(false).titled("node", "containerd 2.1"), "\nnode: containerd 2.1");
+        assert_eq!(page(true).titled("node", "containerd"), "\n\x1b[1mnode\x1b[0m \x1b[2mcontainerd\x1b[0m");
+    }
+
+    #[test]
+    fn json_has_all_that_the_text_has() {
+        let strings = |list: &[&str]| list.iter().map(|&item| item.into()).collect();
+        let inside = Inside {
+            devices: strings(&["/dev/nvidia0"]),
+            mounts: strings(&["/etc/ld.so.preload", "/usr/local/vcuda/lib"]),
+            env: strings(&["LD_PRELOAD=/a.so"]),
+            hooks: strings(&["guard"]),
+        };
+        let expected =
+            ["devices  /dev/nvidia0", "mounts   /etc/ld.so.preload", "         /usr/local/vcuda/lib"];
+        assert_eq!(inside.lines()[..3], expected);
+        let seen = Seen {
+            ok: false,
+            driver: "simulated 1".into(),
+            containerd: "containerd 2".into(),
+            gpus: vec![],
+            pods: vec![],
+            inside,
+            without_nri: Refusal { started: false, message: "refused".into(), other_runs: true },
+        };
+        let expected = json!({
+            "ok": false,
+            "driver": "simulated 1",
+            "containerd": "containerd 2",
+            "gpus": [],
+            "pods": [],
+            "inside": {
+                "devices": ["/dev/nvidia0"],
+                "mounts": ["/etc/ld.so.preload", "/usr/local/vcuda/lib"],
+                "env": ["LD_PRELOAD=/a.so"],
+                "hooks": ["guard"],
+            },
+            "without_nri": {"started": false, "message": "refused", "other_runs": true},
+        });
+        assert_eq!(serde_json::to_value(seen).unwrap(), expected);
     }
 }
