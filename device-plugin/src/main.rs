@@ -407,7 +407,9 @@ fn end(fatal: &Fatal) -> ExitCode {
 }
 
 fn start_log(format: Option<Format>) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    /// What a watch of the API server fails with is told by whoever watches.
+    const DEFAULT: &str = "info,kube_runtime::watcher=error";
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
     let stderr = std::io::stderr;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)

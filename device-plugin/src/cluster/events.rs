@@ -23,9 +23,11 @@ use ledger::ShareRecord;
 use serde_json::json;
 use tokio::time;
 use tracing::{debug, warn};
-use vcuda_config::in_one_line;
 
-use super::{Access, connection, failures::Failures};
+use super::{
+    Access, connection,
+    failures::{Failures, in_words},
+};
 
 /// Who says it.
 const COMPONENT: &str = "vcuda-device-plugin";
@@ -183,7 +185,7 @@ impl Events {
         match self.write(&due).await {
             Ok(()) => (self.failures, self.not_before) = (Failures::none(), None),
             Err(error) => {
-                self.fail(&in_one_line(error.as_ref()));
+                self.fail(&in_words(&error));
                 self.connection = None;
                 self.not_before = Some(Instant::now() + self.failures.pause());
             }
@@ -192,9 +194,9 @@ impl Events {
 
     fn fail(&mut self, reason: &str) {
         if self.failures.is_news(reason) {
-            warn!(reason, "an event of a pod cannot be written");
+            warn!(%reason, "an event of a pod cannot be written");
         } else {
-            debug!(reason, "an event of a pod cannot be written");
+            debug!(%reason, "an event of a pod cannot be written");
         }
     }
 

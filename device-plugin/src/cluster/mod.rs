@@ -9,6 +9,7 @@ mod failures;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    mem,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -29,13 +30,13 @@ use tokio::{
     time::{self, MissedTickBehavior},
 };
 use tracing::{debug, info, warn};
-use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation, in_one_line};
+use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
 
 pub(crate) use self::events::{Events, Said};
 
 use self::{
     books::{Containers, PodOnNode},
-    failures::Failures,
+    failures::{Failures, in_words, is_forbidden},
 };
 use crate::expected::Expected;
 
@@ -69,8 +70,9 @@ pub(crate) struct Ports {
 /// Tells the cluster of the node, and follows what it says. Never returns.
 pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mut ports: Ports) {
     let mut failures = Failures::none();
+    let mut missing = false;
     loop {
-        let failed = match connection::open(&access).await {
+        let reason = match connection::open(&access).await {
             Ok(None) => {
                 info!(
                     "no way to the API server, so vcuda-scheduler does not know this node's GPUs and cordons are not \
@@ -79,20 +81,28 @@ pub(crate) async fn follow(access: Access, names: Resources, shares: PathBuf, mu
                 return std::future::pending().await;
             }
             Ok(Some((client, node))) => {
-                let mut session = Session::new(client, node, &names, &shares);
+                let mut session = Session { missing, ..Session::new(client, node, &names, &shares) };
                 let failed = session.run(&mut ports).await;
                 if session.in_step {
                     failures = Failures::none();
                 }
-                failed
+                missing = session.missing;
+                let mut reason = in_words(&failed);
+                if is_forbidden(&failed) {
+                    reason += &format!(
+                        "; where this node is not {:?}, set NODE_NAME or --node-name; else give these credentials the \
+                         access that config/deploy/daemonset.yaml has",
+                        session.node
+                    );
+                }
+                reason
             }
-            Err(error) => error,
+            Err(error) => in_words(&error),
         };
-        let reason = in_one_line(failed.as_ref());
         if failures.is_news(&reason) {
-            warn!(reason, "the API server is not kept up to date with this node's GPUs; trying again");
+            warn!(%reason, "the API server is not kept up to date with this node's GPUs; trying again");
         } else {
-            debug!(reason, "still no talk with the API server");
+            debug!(%reason, "still no talk with the API server");
         }
         time::sleep(failures.pause()).await;
     }
@@ -106,6 +116,8 @@ struct Session {
     shares: PathBuf,
     /// The node's annotation as the API server has it; none as long as the node was not seen.
     annotation: Option<Option<String>>,
+    /// The node was not in the cluster when that was last looked at, which has been said.
+    missing: bool,
     /// Pods on this node, by the UID that kubelet knows them by.
     pods: BTreeMap<String, PodOnNode>,
     pods_read: bool,
@@ -125,6 +137,7 @@ impl Session {
             names: names.clone(),
             shares: shares.into(),
             annotation: None,
+            missing: false,
             pods: BTreeMap::new(),
             pods_read: false,
             bound: None,
@@ -145,7 +158,8 @@ impl Session {
         loop {
             let done = tokio::select! {
                 Some(event) = nodes.next() => self.node_event(event, &ports.cordon),
-                Some(event) = pods.next() => self.pod_event(event),
+                // The node first, so that it is the same each time what is refused to who has another node's name.
+                Some(event) = pods.next(), if self.missing || self.annotation.is_some() => self.pod_event(event),
                 // Their senders live as long as this process.
                 Ok(()) = ports.gpus.changed() => Ok(()),
                 Ok(()) = ports.shares.changed() => {
@@ -176,6 +190,7 @@ impl Session {
     ) -> anyhow::Result<()> {
         match event? {
             Event::InitApply(node) | Event::Apply(node) => {
+                self.missing = false;
                 let value = |key| node.annotations().get(key).cloned();
                 self.annotation = Some(value(annotation::NODE_GPUS));
                 let text = value(annotation::CORDON).unwrap_or_default();
@@ -193,8 +208,18 @@ impl Session {
                     cordon.send_replace(Some(cordoned));
                 }
             }
-            Event::Delete(_) => self.annotation = None,
-            Event::Init | Event::InitDone => {}
+            Event::Init => self.annotation = None,
+            Event::InitDone if self.annotation.is_some() => {}
+            Event::InitDone | Event::Delete(_) => {
+                self.annotation = None;
+                if !mem::replace(&mut self.missing, true) {
+                    warn!(
+                        "node {:?} is not in the cluster, so vcuda-scheduler does not see its GPUs; set NODE_NAME or \
+                         --node-name, unless kubelet is yet to register it",
+                        self.node
+                    );
+                }
+            }
         }
         Ok(())
     }
@@ -302,5 +327,6 @@ impl Session {
 pub async fn pods_of_node(access: &Access) -> anyhow::Result<Option<Vec<Pod>>> {
     let Some((client, node)) = connection::open(access).await? else { return Ok(None) };
     let on_this = ListParams::default().fields(&format!("spec.nodeName={node}"));
-    Ok(Some(Api::<Pod>::all(client).list(&on_this).await?.items))
+    let pods = Api::<Pod>::all(client).list(&on_this).await;
+    pods.map(|pods| Some(pods.items)).map_err(|error| anyhow::Error::msg(in_words(&error.into())))
 }

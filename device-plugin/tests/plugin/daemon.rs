@@ -66,17 +66,22 @@ impl Node {
         Command::new(PROGRAM).arg("--config").arg(self.config()).args(arguments).output().unwrap()
     }
 
-    /// The program as a daemon.
+    /// The program as a daemon that tells all.
     pub fn start(&self) -> Daemon {
+        self.daemon(|command| command.env("RUST_LOG", "debug"))
+    }
+
+    /// The program as a daemon with these arguments, which tells what it tells if nobody says what to write.
+    pub fn start_with(&self, arguments: &[&str]) -> Daemon {
+        self.daemon(|command| command.args(arguments).env_remove("RUST_LOG"))
+    }
+
+    fn daemon(&self, with: impl FnOnce(&mut Command) -> &mut Command) -> Daemon {
         fs::create_dir_all(self.path("driver")).unwrap();
         let log = self.path("log");
-        let child = Command::new(PROGRAM)
-            .arg("--config")
-            .arg(self.config())
-            .env("RUST_LOG", "debug")
-            .stderr(File::create(&log).unwrap())
-            .spawn()
-            .unwrap();
+        let mut command = Command::new(PROGRAM);
+        command.arg("--config").arg(self.config()).stderr(File::create(&log).unwrap());
+        let child = with(&mut command).spawn().unwrap();
         Daemon { child, log }
     }
 }

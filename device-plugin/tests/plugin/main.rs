@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+mod cluster;
 mod daemon;
 mod driver;
 mod kubelet;
