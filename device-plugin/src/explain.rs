@@ -3,7 +3,9 @@
 
 use std::fmt;
 
-use ledger::{GpuFree, Inventory, Policy, ShareFolder, ShareName, ShareRecord, Shares, Wishes, place_by};
+use ledger::{
+    GpuFree, Inventory, Lack, Memory, Policy, ShareFolder, ShareName, ShareRecord, Shares, Wishes, place_by,
+};
 use serde::Serialize;
 use vcuda_config::{GpuUuid, NodeFile, Request};
 
@@ -67,7 +69,11 @@ impl Explained {
             let lack = ledger::lack(free, at, request, &rules);
             let this = &free[at];
             let fits = lack.is_none();
-            let says = lack.map_or_else(|| format!("{} fits: it {this}", this.gpu.uuid), |it| it.to_string());
+            let says = match &lack {
+                None => format!("{} fits: it {this}", this.gpu.uuid),
+                Some(lack @ Lack::Room { .. }) => format!("{lack}{}", Missing::of(this, request)),
+                Some(lack) => lack.to_string(),
+            };
             GpuExplained { gpu: this.gpu.uuid.clone(), model: this.gpu.name.clone(), fits, says }
         };
         let each = (0..free.len()).map(has).collect();
@@ -78,6 +84,37 @@ impl Explained {
                 each,
             },
             Err(no_room) => Self { gpus: Vec::new(), reason: no_room.headline(), each },
+        }
+    }
+}
+
+/// What a GPU has too little of for a part of it; empty for whole GPUs.
+struct Missing {
+    core: u32,
+    memory_bytes: u64,
+}
+
+impl Missing {
+    fn of(free: &GpuFree<'_>, request: &Request) -> Self {
+        let (core, memory_bytes) = match request {
+            Request::Share { core, .. } => (*core, request.memory_bytes().unwrap_or(0)),
+            Request::Whole { .. } => (0, 0),
+        };
+        Self {
+            core: core.saturating_sub(free.core),
+            memory_bytes: memory_bytes.saturating_sub(free.memory_bytes),
+        }
+    }
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = Memory(self.memory_bytes);
+        match (self.core, self.memory_bytes) {
+            (0, 0) => Ok(()),
+            (core, 0) => write!(f, "; lacks {core} core"),
+            (0, _) => write!(f, "; lacks {memory}"),
+            (core, _) => write!(f, "; lacks {core} core and {memory}"),
         }
     }
 }
@@ -165,6 +202,14 @@ mod tests {
             ["the fullest", "is cordoned", "is unhealthy", "has 100 core and 40 GiB free", "has 30 core"]
         {
             assert!(text.contains(part), "{part}: {text}");
+        }
+        for (core, memory, lacks) in [
+            (90, 32, "has 30 core and 8 GiB free; lacks 60 core ("),
+            (30, 33, "has 30 core and 8 GiB free; lacks 0.25 GiB ("),
+            (31, 40, "has 30 core and 8 GiB free; lacks 1 core and 2 GiB ("),
+        ] {
+            let text = of(core, memory).to_string();
+            assert!(text.contains(lacks), "{lacks}: {text}");
         }
         let too_much = of(200, 0);
         assert!(too_much.gpus.is_empty() && too_much.reason.contains("2 whole GPU(s) asked, 1 free"));

@@ -5,6 +5,7 @@
 use std::{
     fmt::{self, Display},
     io::{ErrorKind, IsTerminal, Write},
+    num::NonZeroU32,
     path::{Path, PathBuf},
     process::ExitCode,
     thread,
@@ -119,9 +120,9 @@ struct Amounts {
     /// Percent of the GPU's compute time, 1 to 99
     #[arg(long, value_name = "PERCENT")]
     core: Option<u32>,
-    /// Device memory, a multiple of 256MiB, such as 16GiB
+    /// Device memory: a multiple of 256MiB, such as 16GiB, or a number of units of 256 MiB, such as 64
     #[arg(long, value_name = "SIZE", value_parser = memory_units)]
-    memory: Option<std::num::NonZeroU32>,
+    memory: Option<NonZeroU32>,
     /// Percent that it may use while others leave it idle, from its core to 100
     #[arg(long, value_name = "PERCENT")]
     core_limit: Option<u32>,
@@ -151,7 +152,10 @@ struct Migrate {
 
 /// A request, or a pod.
 #[derive(Args)]
-#[command(group = ArgGroup::new("what").required(true).args(["pod", "core"]))]
+#[command(
+    group = ArgGroup::new("what").required(true).args(["pod", "core"]),
+    override_usage = "vcuda-device-plugin explain [OPTIONS] <POD | --core <PERCENT> [--memory <SIZE>]>"
+)]
 struct Explain {
     /// Pod whose shares are explained: NAMESPACE/NAME, a name, or a UID
     #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"])]
@@ -159,9 +163,9 @@ struct Explain {
     /// Core of the request that is explained: 1 to 99 percent of one GPU, or a multiple of 100
     #[arg(long, value_name = "PERCENT")]
     core: Option<u32>,
-    /// Memory of the request, in units of 256 MiB
-    #[arg(long, value_name = "UNITS", default_value_t = 0)]
-    memory: u32,
+    /// Memory of the request: a multiple of 256MiB, such as 8GiB, or a number of units of 256 MiB, such as 32
+    #[arg(long, value_name = "SIZE", value_parser = memory_units)]
+    memory: Option<NonZeroU32>,
     /// How its GPU is picked: pack or spread
     #[arg(long, value_name = "POLICY", default_value_t = Policy::Pack)]
     policy: Policy,
@@ -316,7 +320,7 @@ fn explain(config: &Path, of: &Explain) -> Result<ExitCode, Fatal> {
         show(&Lines(explain::shares_of(&file, pod)?), of.output)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let request = match Request::new(of.core.unwrap_or(0), of.memory) {
+    let request = match Request::new(of.core.unwrap_or(0), of.memory.map_or(0, NonZeroU32::get)) {
         Ok(request) => request,
         Err(error) => {
             eprintln!("{error}");

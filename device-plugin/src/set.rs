@@ -202,26 +202,33 @@ impl fmt::Display for PodName {
     }
 }
 
-/// Memory units in a text such as `16GiB` or `4096MiB`.
+/// Units of 256 MiB in a text: a size such as `16GiB` or `4096MiB`, or their number, as a pod asks for them.
 ///
 /// # Errors
 ///
 /// A text for the command line.
 pub fn memory_units(text: &str) -> Result<std::num::NonZeroU32, String> {
+    /// What is not of this form.
+    const FORM: &str =
+        "must be a size in MiB, GiB or TiB, such as 16GiB, or a number of units of 256 MiB, such as 64";
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let unit = match &text[digits.len()..] {
-        "MiB" | "Mi" => 1_u64 << 20,
+    let number: u64 = digits.parse().map_err(|_| FORM)?;
+    let each = match &text[digits.len()..] {
+        "" => MEMORY_UNIT_BYTES,
+        "MiB" | "Mi" => 1 << 20,
         "GiB" | "Gi" => 1 << 30,
         "TiB" | "Ti" => 1 << 40,
-        _ => return Err("must be a number with MiB, GiB or TiB, such as 16GiB".into()),
+        _ => return Err(FORM.into()),
     };
-    let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(unit));
-    let units =
-        bytes.filter(|bytes| bytes.is_multiple_of(MEMORY_UNIT_BYTES)).map(|bytes| bytes / MEMORY_UNIT_BYTES);
-    units
-        .and_then(|units| u32::try_from(units).ok())
-        .and_then(std::num::NonZeroU32::new)
-        .ok_or_else(|| format!("{text} is no multiple of 256MiB, which memory is given out in"))
+    if number == 0 {
+        return Err("no memory is no share; must be at least 256MiB, which is 1 unit".into());
+    }
+    let bytes = number.checked_mul(each).ok_or("is more than any GPU has")?;
+    if !bytes.is_multiple_of(MEMORY_UNIT_BYTES) {
+        return Err("is no multiple of 256MiB, in which memory is given out".into());
+    }
+    let units = u32::try_from(bytes / MEMORY_UNIT_BYTES).ok().and_then(std::num::NonZeroU32::new);
+    units.ok_or_else(|| "is more than any GPU has".into())
 }
 
 impl fmt::Display for Report {
@@ -358,8 +365,21 @@ mod tests {
     fn sizes_and_pods_are_read_as_people_write_them() {
         assert_eq!(memory_units("16GiB"), Ok(NonZeroU32::new(64).unwrap()));
         assert_eq!(memory_units("512Mi"), Ok(NonZeroU32::new(2).unwrap()));
-        for odd in ["16", "16GB", "GiB", "100MiB", "0GiB", "-1GiB", "99999999999999999999GiB", "1.5GiB", ""] {
-            assert!(memory_units(odd).is_err(), "{odd}");
+        assert_eq!(memory_units("64"), Ok(NonZeroU32::new(64).unwrap()), "units, as a pod asks for them");
+        for (odd, said) in [
+            ("16GB", "such as 16GiB"),
+            ("GiB", "such as 16GiB"),
+            ("1.5GiB", "such as 16GiB"),
+            ("-1GiB", "such as 16GiB"),
+            ("", "units of 256 MiB, such as 64"),
+            ("100MiB", "no multiple of 256MiB"),
+            ("0GiB", "at least 256MiB"),
+            ("0", "at least 256MiB"),
+            ("4294967296", "more than any GPU has"),
+            ("17179869184GiB", "more than any GPU has"),
+        ] {
+            let error = memory_units(odd).unwrap_err();
+            assert!(error.contains(said), "{odd}: {error}");
         }
         for odd in ["train", "/train", "ns/", "a/b/c", ""] {
             assert!(odd.parse::<PodName>().is_err(), "{odd}");

@@ -25,7 +25,7 @@ pub use inventory::{DeviceNode, Driver, Gpu, Inventory, InventoryError};
 pub use ledger::{
     BindError, Bound, Claim, Ledger, LedgerError, Live, PodLife, Pruned, SandboxEnd, uptime_ms,
 };
-pub use place::{Choice, GpuFree, LOOSEST, Lack, NoRoom, Placement, lack, place, place_by, takes};
+pub use place::{Choice, GpuFree, LOOSEST, Lack, Memory, NoRoom, Placement, lack, place, place_by, takes};
 pub use rules::{Policy, PolicyError, Rules};
 pub use share::{
     ContainerRef, GpuShare, PodRef, RecordError, ShareFolder, ShareKind, ShareName, ShareNameError,

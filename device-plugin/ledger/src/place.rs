@@ -345,8 +345,9 @@ impl fmt::Display for NoRoom {
     }
 }
 
-/// Bytes, as people say them.
-pub(crate) struct Memory(pub u64);
+/// Bytes, as people say them: `8 GiB`.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory(pub u64);
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
