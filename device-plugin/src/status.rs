@@ -72,8 +72,10 @@ pub struct GpuStatus {
     pub minor: u32,
     /// NUMA node.
     pub numa_node: Option<u32>,
-    /// Whether it takes new shares.
+    /// Whether it works well enough for new shares.
     pub healthy: bool,
+    /// Whether an administrator keeps new shares away.
+    pub cordoned: bool,
     /// Core, in percent.
     pub core: Amount,
     /// Memory, in bytes.
@@ -202,6 +204,7 @@ impl Status {
                 minor: gpu.minor,
                 numa_node: gpu.numa_node,
                 healthy: gpu.healthy,
+                cordoned: inventory.cordoned.contains(&gpu.uuid),
                 core: Amount {
                     total: CORE_PER_GPU.into(),
                     granted: mine.iter().map(|share| u64::from(share.core)).sum(),
@@ -311,7 +314,8 @@ impl fmt::Display for Status {
         for gpu in &self.gpus {
             let health = if gpu.healthy { "healthy" } else { "takes no new shares, see the plugin's log" };
             let numa = gpu.numa_node.map(|node| format!(", NUMA node {node}")).unwrap_or_default();
-            writeln!(f, "\n{} {} (/dev/nvidia{}{numa}): {health}", gpu.uuid, gpu.name, gpu.minor)?;
+            let cordoned = if gpu.cordoned { ", cordoned: takes no new shares" } else { "" };
+            writeln!(f, "\n{} {} (/dev/nvidia{}{numa}): {health}{cordoned}", gpu.uuid, gpu.name, gpu.minor)?;
             writeln!(f, "  core    {}", gpu.core.show(|n| n.to_string()))?;
             writeln!(f, "  memory  {}", gpu.memory_bytes.show(gib))?;
             write_shares(f, &gpu.shares)?;
@@ -499,6 +503,19 @@ mod tests {
         for part in ["ns/train", "8.0 GiB", "takes no new shares", "20 of 100 granted, 80 free"] {
             assert!(text.contains(part), "{part}: {text}");
         }
+    }
+
+    #[test]
+    fn a_cordoned_gpu_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        let mut inventory = Inventory::load(&file.paths.inventory()).unwrap();
+        inventory.cordoned = vec![uuid(1)];
+        inventory.store(&file.paths.inventory()).unwrap();
+        let status = Status::read(&file).unwrap();
+        assert_eq!(status.gpus.iter().map(|gpu| gpu.cordoned).collect::<Vec<_>>(), [true, false]);
+        let text = status.to_string();
+        assert_eq!(text.matches("healthy, cordoned: takes no new shares\n").count(), 1, "{text}");
     }
 
     #[test]
