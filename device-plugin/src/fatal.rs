@@ -2,6 +2,7 @@
 
 use std::{io, path::PathBuf};
 
+use rustix::process::geteuid;
 use thiserror::Error;
 use vcuda_config::NodeFileError;
 
@@ -30,7 +31,7 @@ pub enum Fatal {
         pid: String,
     },
     /// A folder that must be written cannot be.
-    #[error("{path} cannot be written: {source}; mount it writable, or set {key} in the node file")]
+    #[error("{path} cannot be written: {source}; {}", writable(source.kind(), geteuid().is_root(), key))]
     Unwritable {
         /// Key in the node file.
         key: &'static str,
@@ -96,6 +97,14 @@ impl Fatal {
     }
 }
 
+/// What to do where a folder cannot be written.
+fn writable(why: io::ErrorKind, root: bool, key: &str) -> String {
+    match (why, root) {
+        (io::ErrorKind::PermissionDenied, false) => "run it as root".into(),
+        _ => format!("mount it writable, or set {key} in the node file"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use ledger::ChangeError;
@@ -116,6 +125,15 @@ mod tests {
             Fatal::Unwritable { key: "paths.cdi", path: "/x".into(), source: io() },
         ] {
             assert!(Fatal::HELP.contains(&format!("\n  {}  ", fatal.exit_code())), "{fatal}");
+        }
+    }
+
+    #[test]
+    fn who_is_not_root_is_told_to_be() {
+        let denied = io::ErrorKind::PermissionDenied;
+        assert_eq!(writable(denied, false, "paths.run"), "run it as root");
+        for (why, root) in [(denied, true), (io::ErrorKind::ReadOnlyFilesystem, false)] {
+            assert!(writable(why, root, "paths.run").contains("set paths.run in the node file"), "{why:?}");
         }
     }
 }
