@@ -96,6 +96,12 @@ async fn what_can_never_run_is_refused_with_field_and_remedy() -> Result<()> {
         assert!(said.contains(field) && said.contains(remedy), "{core} core, {memory} units: {said}");
     }
 
+    // A size, as other resources have it, is a number of units here.
+    let mut sized = container("main", 20, 1);
+    sized["resources"]["limits"]["tencent.com/vcuda-memory"] = "8Gi".into();
+    let said = refusal(&client, "refused", json!([]), json!([sized])).await?.context("8Gi was taken")?;
+    assert!(said.contains("is 8589934592") && said.contains("units of 256 MiB, 32 is 8 GiB"), "{said}");
+
     // Init containers and sidecars are looked at, too.
     let mut sidecar = container("sidecar", 150, 1);
     sidecar["restartPolicy"] = "Always".into();
@@ -140,6 +146,8 @@ async fn what_a_pod_says_about_idle_time_is_checked(client: &Client) -> Result<(
         (json!({ annotation::CORE_LIMIT: "50", annotation::PRIORITY: "low" }), 20),
         (json!({ annotation::CORE_LIMIT: "20", annotation::PRIORITY: "normal" }), 20),
         (json!({ annotation::CORE_LIMIT: "100" }), 200),
+        (json!({ annotation::POLICY: "pack" }), 20),
+        (json!({ annotation::POLICY: "spread" }), 200),
     ] {
         assert_eq!(said(annotations.clone(), core).await?, None, "{annotations}");
     }
@@ -150,6 +158,8 @@ async fn what_a_pod_says_about_idle_time_is_checked(client: &Client) -> Result<(
         (annotation::CORE_LIMIT, "half", 20, "no percentage of one GPU"),
         (annotation::CORE_LIMIT, "", 20, "no percentage of one GPU"),
         (annotation::PRIORITY, "high", 20, "set it to low or normal"),
+        (annotation::POLICY, "binpack", 20, "set it to pack or spread"),
+        (annotation::POLICY, "", 20, "set it to pack or spread"),
     ] {
         let said = said(json!({ key: value }), core).await?;
         let said = said.with_context(|| format!("{key}: {value} was taken"))?;
