@@ -4,12 +4,14 @@
 #![forbid(unsafe_code)]
 
 use std::{
+    collections::HashMap,
     fmt::Write as _,
     io::{IsTerminal, Write as _},
     process::ExitCode,
+    time::Duration,
 };
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
 use integration::{
     cache::Line,
@@ -17,15 +19,21 @@ use integration::{
     driver::Wanted,
     host::Options,
     interrupt,
+    kubelet::RunningPod,
     node::Node,
     pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY, Report},
 };
 use serde::Serialize;
+use serde_json::Value;
+use tokio::process::Command;
 use vcuda_config::MEMORY_UNIT_BYTES;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
+
+/// By then programs launch, and the shares' slots are dealt.
+const SETTLES: Duration = Duration::from_secs(2);
 
 /// Shows vcuda at work: pods that share a GPU, and one that is refused.
 ///
@@ -90,6 +98,8 @@ struct PodSeen {
     total_memory_bytes: u64,
     alloc_within: Option<Attempt>,
     alloc_over: Option<Attempt>,
+    /// Percent of the GPU's time that it got while all with a share launched without pause, by the share's own account.
+    measured_core: Option<f64>,
 }
 
 /// An allocation and CUDA's answer.
@@ -211,6 +221,17 @@ async fn show(arguments: &Arguments) -> Result<bool> {
         page.line(&seen.row(&page, ask));
         pods.push(seen);
     }
+    page.title(
+        "compute",
+        "both launch kernels for some seconds; what each gets of two, by vcuda-device-plugin top",
+    );
+    let got = measure(&node, &running).await?;
+    for (ask, seen) in PODS.iter().zip(&mut pods).filter(|(ask, _)| ask.core > 0) {
+        seen.measured_core = got.get(ask.name).copied();
+        let percent = seen.measured_core.map_or("-".into(), |percent| format!("{percent:.1} %"));
+        page.line(&format!("{:<9}{percent} of the GPU's time, of {} asked for", ask.name, ask.core));
+    }
+
     page.title("inside", &format!("what containerd was told to give {}", PODS[0].name));
     let inside = Inside::of(&node.cri().info(running[0].id("main")).await?);
     for line in inside.lines() {
@@ -288,7 +309,35 @@ async fn look(node: &Node, ask: &Ask, container: &str) -> Result<PodSeen> {
         total_memory_bytes: gpu.map_or(0, |gpu| gpu.total_bytes),
         alloc_within: attempt(&reports[0]),
         alloc_over: attempt(&reports[1]),
+        measured_core: None,
     })
+}
+
+/// Percent of a GPU's time that each pod with a share gets over two seconds in which all launch without pause. How near
+/// that is to the share is up to how busy the machine is too: a program that comes late to launch gets less.
+async fn measure(node: &Node, running: &[RunningPod]) -> Result<HashMap<String, f64>> {
+    let spin = format!("{} spin --kernel-us 1000 --seconds 60 >/dev/null 2>&1 & echo $!", probe::PATH);
+    let mut spinning = vec![];
+    for (_, pod) in PODS.iter().zip(running).filter(|(ask, _)| ask.core > 0) {
+        let process = node.cri().exec(pod.id("main"), &["sh", "-c", &spin]).await?.stdout.trim().to_owned();
+        spinning.push((pod, process));
+    }
+    tokio::time::sleep(SETTLES).await;
+    let mut top = Command::from(node.vcuda.command("vcuda-device-plugin"));
+    let output = top.args(["top", "--count", "2", "--interval", "2", "-o", "json"]).output().await?;
+    for (pod, process) in spinning {
+        node.cri().exec(pod.id("main"), &["kill", "-9", &process]).await?;
+    }
+    measured(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// Percent of its GPU's time that each pod got between the last two looks of `top`.
+fn measured(looks: &str) -> Result<HashMap<String, f64>> {
+    let last = looks.lines().last().context("vcuda-device-plugin top said nothing")?;
+    let look: Value = serde_json::from_str(last).context("vcuda-device-plugin top")?;
+    let of =
+        |share: &Value| Some((share["pod"].as_str()?.to_owned(), share["measuredPermille"].as_f64()? / 10.0));
+    Ok(look["shares"].as_array().into_iter().flatten().filter_map(of).collect())
 }
 
 impl PodSeen {
@@ -453,6 +502,13 @@ mod tests {
         let page = |color| Page { loud: true, color };
         assert_eq!(page(false).titled("node", "containerd 2.1"), "\nnode: containerd 2.1");
         assert_eq!(page(true).titled("node", "containerd"), "\n\x1b[1mnode\x1b[0m \x1b[2mcontainerd\x1b[0m");
+    }
+
+    #[test]
+    fn what_a_pod_got_is_of_the_last_look() {
+        let looks = r#"{"passedMs":0,"shares":[{"pod":"server","measuredPermille":null}]}
+            {"passedMs":2000,"shares":[{"pod":"server","measuredPermille":502},{"pod":"whole","measuredPermille":null}]}"#;
+        assert_eq!(measured(looks).unwrap(), HashMap::from([("server".into(), 50.2)]));
     }
 
     #[test]
