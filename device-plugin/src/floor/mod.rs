@@ -7,7 +7,7 @@ mod cgroup;
 mod server;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -193,29 +193,52 @@ impl Reader {
         &mut self,
         wanted: impl Iterator<Item = (K, &'a GpuUuid, &'a Path)>,
     ) -> BTreeMap<K, u64> {
-        let mut wanted = wanted.peekable();
-        if wanted.peek().is_none() {
-            self.nvml = None;
+        let open = || self.floor.nvml().ok();
+        look(&mut self.nvml, open, wanted, |nvml, gpu, cgroup| {
+            nvml.get(gpu.as_str(), cgroup).map(|limit| limit.used_bytes)
+        })
+    }
+}
+
+/// Asks of each of `wanted` how much it holds. NVML is opened once at most, and a GPU that fails is not asked again.
+fn look<'a, N, K: Ord>(
+    nvml: &mut Option<N>,
+    open: impl Fn() -> Option<N>,
+    wanted: impl Iterator<Item = (K, &'a GpuUuid, &'a Path)>,
+    ask: impl Fn(&N, &GpuUuid, &Path) -> Result<u64, LimitsError>,
+) -> BTreeMap<K, u64> {
+    let (mut held, mut failed, mut opened) = (BTreeMap::new(), BTreeSet::new(), false);
+    let mut wanted = wanted.peekable();
+    if wanted.peek().is_none() {
+        *nvml = None;
+    }
+    for (key, gpu, cgroup) in wanted {
+        if failed.contains(gpu) {
+            continue;
         }
-        let mut held = BTreeMap::new();
-        for (key, gpu, cgroup) in wanted {
-            if self.nvml.is_none() {
-                self.nvml = self.floor.nvml().ok();
-            }
-            let Some(nvml) = &self.nvml else { break };
-            match nvml.get(gpu.as_str(), cgroup) {
-                Ok(limit) => _ = held.insert(key, limit.used_bytes),
-                // It is put again soon.
-                Err(LimitsError::NotSet) => {}
-                Err(error) => {
-                    debug!(%error, %gpu, "the driver does not tell what a container holds");
-                    // The driver may have been replaced.
-                    self.nvml = None;
+        if nvml.is_none() && !opened {
+            opened = true;
+            *nvml = open();
+        }
+        let Some(at) = nvml.as_ref() else { break };
+        match ask(at, gpu, cgroup) {
+            Ok(bytes) => _ = held.insert(key, bytes),
+            // It is put again soon.
+            Err(LimitsError::NotSet) => {}
+            Err(error) => {
+                debug!(%error, %gpu, "the driver does not tell what a container holds");
+                failed.insert(gpu);
+                // The driver may have been replaced since it was opened.
+                if !opened {
+                    *nvml = None;
                 }
             }
         }
-        held
     }
+    if !failed.is_empty() {
+        *nvml = None;
+    }
+    held
 }
 
 /// What the share may use of each of its GPUs at this moment: what its container sees, or else what was bound.
@@ -226,4 +249,39 @@ fn ceilings(folder: &ShareFolder, record: &ShareRecord) -> BTreeMap<GpuUuid, u64
         Some(limits.memory_bytes(limits.find(&gpu.bytes())?)).filter(|bytes| *bytes > 0)
     };
     record.gpus.iter().map(|gpu| (gpu.uuid.clone(), now(&gpu.uuid).unwrap_or(gpu.memory_bytes))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_gpu_that_fails_is_asked_once_a_look_and_nvml_opened_once() {
+        let [dead, live] = [1, 2].map(|n| format!("GPU-00000000-0000-0000-0000-{n:012}").parse().unwrap());
+        let (opened, asked) = (Cell::new(0), Cell::new(0));
+        let open = || {
+            opened.set(opened.get() + 1);
+            Some(())
+        };
+        let ask = |(): &(), gpu: &GpuUuid, _: &Path| {
+            asked.set(asked.get() + 1);
+            if *gpu == dead { Err(LimitsError::Failed("lost".into())) } else { Ok(7) }
+        };
+        let mut nvml = None;
+        for round in 1..=3 {
+            // Twenty shares on the one, and then as many on the other.
+            let wanted = (0..40).map(|n| (n, if n < 20 { &dead } else { &live }, Path::new("/")));
+            let held = look(&mut nvml, open, wanted, ask);
+            assert_eq!(held, (20..40).map(|n| (n, 7)).collect());
+            assert_eq!((opened.get(), asked.get()), (round, 21 * round));
+        }
+        let wanted = |count| (0..count).map(|n| (n, &live, Path::new("/")));
+        look(&mut nvml, open, wanted(5), ask);
+        look(&mut nvml, open, wanted(5), ask);
+        assert_eq!((opened.get(), nvml), (4, Some(())), "it stays open where nothing fails");
+        look(&mut nvml, open, wanted(0), ask);
+        assert_eq!(nvml, None);
+    }
 }
