@@ -949,16 +949,23 @@ fn a_run_that_loses_its_memory_before_it_has_come_back_wants_it_anew() {
     session.must(&format!("launch {other} {there}"));
     session.must("go-on");
     exact(&model, &mut session, 200 * MIB);
-    session.must(&format!("alloc {}", CEILING - 200 * MIB));
+    // The other one is at work now, so nothing is pulled back.
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {there} 0"));
+    let block = session.must(&format!("alloc {}", CEILING - 200 * MIB));
+    assert_eq!(session.call(&format!("launch {one} {here}")).0, OUT_OF_MEMORY);
+    session.must(&format!("free {block}"));
     session.must(&format!("launch {one} {here}"));
-    exact(&model, &mut session, CEILING);
+    session.must("clock 1");
+    exact(&model, &mut session, 400 * MIB);
     assert_eq!(model.passed(), 0);
 }
 
 #[test]
 fn streams_of_a_context_that_is_destroyed_are_not_asked() {
     let Some(model) = model() else { return };
-    let mut session = model.ready();
+    let mut session = Session::of(model.command().env("MODEL_GRAPHS_PULL", "1"));
+    session.must("init 0");
     let [one, other] = [200, 200].map(|mib| executable(&mut session, "graph-alloc", mib));
     let context = session.must("context 0");
     let stream = session.must("stream");
@@ -968,8 +975,6 @@ fn streams_of_a_context_that_is_destroyed_are_not_asked() {
     session.must(&format!("beside-destroy {context}"));
     // It takes less than it wants, so that others are asked whether it has theirs.
     session.must(&format!("launch {other}"));
-    let another = session.must("stream");
-    session.must(&format!("launch {other} {another}"));
     assert_eq!(session.must("dead-asked"), 0);
     session.must("go-on");
 }
