@@ -94,16 +94,34 @@ impl Candidate {
 
     /// Gives the lease up, so that another replica need not wait.
     pub async fn release(&mut self) {
-        let given_up = async {
-            let lease = self.leases.get(&self.name).await.ok()?;
-            let spec =
-                lease.spec.clone().filter(|spec| spec.holder_identity.as_ref() == Some(&self.identity))?;
+        match timeout(self.pause(), self.give_up()).await {
+            Ok(Ok(true)) => info!(lease = self.name, "was given up"),
+            Ok(Ok(false)) => {}
+            Ok(Err(error)) => warn!(lease = self.name, "was not given up, and runs out by itself: {error}"),
+            Err(_) => {
+                let waited = self.pause();
+                warn!(
+                    lease = self.name,
+                    "was not given up, and runs out by itself: no answer within {waited:?}"
+                );
+            }
+        }
+    }
+
+    /// False where it is another's by now. A renewal that was under way when this replica was told to end may be carried
+    /// out between the two requests, so what changed meanwhile is read again.
+    async fn give_up(&self) -> Result<bool, kube::Error> {
+        loop {
+            let lease = self.leases.get(&self.name).await?;
+            let mine = |spec: &LeaseSpec| spec.holder_identity.as_ref() == Some(&self.identity);
+            let Some(spec) = lease.spec.clone().filter(mine) else { return Ok(false) };
             let spec = LeaseSpec { holder_identity: None, lease_duration_seconds: Some(1), ..spec };
             let lease = Lease { spec: Some(spec), ..lease };
-            self.leases.replace(&self.name, &PostParams::default(), &lease).await.ok()
-        };
-        if matches!(timeout(self.pause(), given_up).await, Ok(Some(_))) {
-            info!(lease = self.name, "was given up");
+            match self.leases.replace(&self.name, &PostParams::default(), &lease).await {
+                Ok(_) => return Ok(true),
+                Err(kube::Error::Api(status)) if status.code == 409 => {}
+                Err(error) => return Err(error),
+            }
         }
     }
 
@@ -162,5 +180,71 @@ impl Candidate {
         let lease = Lease { spec: Some(spec), ..lease };
         self.leases.replace(&self.name, &PostParams::default(), &lease).await?;
         Ok(Attempt::Held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use axum::{Router, extract::State, http::StatusCode, routing::get};
+    use kube::Config;
+    use serde_json::{Value, json};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// An API server with one lease, into which a renewal comes after it was first read.
+    type Server = Arc<Mutex<(u32, Value)>>;
+
+    async fn read(State(server): State<Server>) -> String {
+        let mut server = server.lock().unwrap();
+        let answer = server.1.to_string();
+        server.0 += 1;
+        if server.0 == 1 {
+            server.1["metadata"]["resourceVersion"] = "2".into();
+        }
+        answer
+    }
+
+    async fn replace(State(server): State<Server>, body: String) -> (StatusCode, String) {
+        let mut server = server.lock().unwrap();
+        let lease: Value = serde_json::from_str(&body).unwrap();
+        if lease["metadata"]["resourceVersion"] != server.1["metadata"]["resourceVersion"] {
+            let status =
+                json!({ "kind": "Status", "status": "Failure", "code": 409, "message": "it was modified" });
+            return (StatusCode::CONFLICT, status.to_string());
+        }
+        server.1 = lease;
+        (StatusCode::OK, body)
+    }
+
+    #[tokio::test]
+    async fn a_renewal_that_is_carried_out_meanwhile_keeps_no_lease_from_being_given_up() {
+        let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
+        let lease = json!({
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": { "name": "lead", "namespace": "default", "resourceVersion": "1" },
+            "spec": { "holderIdentity": "me", "leaseDurationSeconds": 15 },
+        });
+        let server: Server = Arc::new(Mutex::new((0, lease)));
+        let path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/lead";
+        let app = Router::new().route(path, get(read).put(replace)).with_state(server.clone());
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        let config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
+        let client = Client::try_from(config).unwrap();
+        let duration = Duration::from_secs(240);
+        Candidate::new(client.clone(), "default", "lead", "another".into(), duration).release().await;
+        assert_eq!(
+            server.lock().unwrap().1["spec"]["holderIdentity"],
+            "me",
+            "it is not another's to give up"
+        );
+        server.lock().unwrap().0 = 0;
+        Candidate::new(client, "default", "lead", "me".into(), duration).release().await;
+        assert_eq!(server.lock().unwrap().1["spec"].get("holderIdentity"), None);
     }
 }

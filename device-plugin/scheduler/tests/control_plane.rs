@@ -279,7 +279,8 @@ async fn a_standby_answers_only_once_the_leader_is_gone_and_knows_what_it_bound(
     let plane = ControlPlane::shared().await?;
     let client = plane.client("admin").await?;
     create_node(&client, "lead", "lead-1", &offer(51, 1)).await?;
-    let lease = ["--lease-duration=15"];
+    // Renewals must not come too late beside all other tests.
+    let lease = ["--lease-duration=40"];
     let mut first = plane.extender("lead-first", &lease)?;
     first.wait_until_ready().await?;
     let mut second = plane.extender("lead-second", &lease)?;
