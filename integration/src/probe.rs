@@ -112,6 +112,12 @@ pub async fn holds_8_gib(cri: &Cri, container: &str) -> Result<String> {
     }
 }
 
+/// Has a process in a container keep its GPU busy for an hour, with kernels of 1 ms; returns its process ID there.
+pub async fn spin(cri: &Cri, container: &str) -> Result<String> {
+    let script = format!("{PATH} spin --kernel-us 1000 --seconds 3600 >/dev/null 2>&1 & echo $!");
+    Ok(cri.exec(container, &["sh", "-c", &script]).await?.stdout.trim().to_owned())
+}
+
 /// Has a process in a container take `mib` MiB of device memory and keep them; returns its process ID there.
 pub async fn hold(cri: &Cri, container: &str, mib: u64) -> Result<String> {
     let script = format!("{PATH} --alloc {mib} --hold >/tmp/held 2>&1 & echo $!");

@@ -185,8 +185,7 @@ async fn settles(node: &Node, what: &str, wanted: &[(&str, f64)]) {
 
 /// Keeps the GPU of a container busy; returns the process there.
 async fn spin(node: &Node, container: &str) -> String {
-    let script = format!("{} spin --kernel-us 1000 --seconds 3600 >/dev/null 2>&1 & echo $!", probe::PATH);
-    node.cri().exec(container, &["sh", "-c", &script]).await.unwrap().stdout.trim().to_owned()
+    probe::spin(node.cri(), container).await.unwrap()
 }
 
 async fn stop(node: &Node, container: &str, process: &str) {

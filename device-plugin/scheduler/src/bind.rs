@@ -19,7 +19,9 @@ use tracing::{info, warn};
 use vcuda_config::annotation;
 
 use crate::{
-    Claim, Found, NotServing, Refusal, Reservation, Seen, Service, Wanted, service::count, wire::BindOrder,
+    Claim, Found, NotServing, Refusal, Reservation, Seen, Service, Wanted,
+    service::{count, in_time},
+    wire::BindOrder,
 };
 
 /// Why a pod was not bound, or is not known to be.
@@ -169,11 +171,8 @@ impl Service {
 
     /// The pod as the API server has it; none when it is no more.
     async fn find(&self, pods: &Api<Pod>, name: &str, uid: &str) -> Result<Option<Pod>, String> {
-        match timeout(self.settings.bind_timeout, pods.get_opt(name)).await {
-            Ok(Ok(found)) => Ok(found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid))),
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(_) => Err(format!("no answer within {:?}", self.settings.bind_timeout)),
-        }
+        let found = in_time(self.settings.bind_timeout, pods.get_opt(name)).await?;
+        Ok(found.filter(|pod| pod.metadata.uid.as_deref() == Some(uid)))
     }
 
     /// Where the API server says that a pod is.

@@ -19,6 +19,8 @@ use tokio::{
 };
 use tracing::{debug, info, warn};
 
+use crate::service::in_time;
+
 /// A candidate for the lead.
 pub struct Candidate {
     leases: Api<Lease>,
@@ -94,17 +96,10 @@ impl Candidate {
 
     /// Gives the lease up, so that another replica need not wait.
     pub async fn release(&mut self) {
-        match timeout(self.pause(), self.give_up()).await {
-            Ok(Ok(true)) => info!(lease = self.name, "was given up"),
-            Ok(Ok(false)) => {}
-            Ok(Err(error)) => warn!(lease = self.name, "was not given up, and runs out by itself: {error}"),
-            Err(_) => {
-                let waited = self.pause();
-                warn!(
-                    lease = self.name,
-                    "was not given up, and runs out by itself: no answer within {waited:?}"
-                );
-            }
+        match in_time(self.pause(), self.give_up()).await {
+            Ok(true) => info!(lease = self.name, "was given up"),
+            Ok(false) => {}
+            Err(reason) => warn!(lease = self.name, "was not given up, and runs out by itself: {reason}"),
         }
     }
 
@@ -188,11 +183,11 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use axum::{Router, extract::State, http::StatusCode, routing::get};
-    use kube::Config;
     use serde_json::{Value, json};
     use tokio::net::TcpListener;
 
     use super::*;
+    use crate::testing;
 
     /// An API server with one lease, into which a renewal comes after it was first read.
     type Server = Arc<Mutex<(u32, Value)>>;
@@ -221,7 +216,6 @@ mod tests {
 
     #[tokio::test]
     async fn a_renewal_that_is_carried_out_meanwhile_keeps_no_lease_from_being_given_up() {
-        let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
         let lease = json!({
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
@@ -234,8 +228,7 @@ mod tests {
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         tokio::spawn(async move { axum::serve(listener, app).await });
-        let config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
-        let client = Client::try_from(config).unwrap();
+        let client = testing::client(port);
         let duration = Duration::from_secs(240);
         Candidate::new(client.clone(), "default", "lead", "another".into(), duration).release().await;
         assert_eq!(

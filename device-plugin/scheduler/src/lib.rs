@@ -15,6 +15,8 @@ mod plan;
 mod refused;
 mod service;
 mod standing;
+#[cfg(test)]
+mod testing;
 pub mod tls;
 pub mod verbs;
 mod wanted;

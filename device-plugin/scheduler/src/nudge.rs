@@ -20,7 +20,10 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use tracing::{info, warn};
 use vcuda_config::annotation;
 
-use crate::{Filtered, RefusedPod, Service, Wanted, service::count};
+use crate::{
+    Filtered, RefusedPod, Service, Wanted,
+    service::{count, in_time},
+};
 
 /// Pause between two looks. Word of room counts at the second look after it came: mostly kube-scheduler has asked again
 /// by then, and nothing is written.
@@ -61,17 +64,10 @@ impl Service {
         nodes: &[&str],
         filtered: &Filtered<'_>,
     ) {
-        let metadata = &pod.metadata;
-        let (Some(uid), Some(namespace), Some(name)) = (&metadata.uid, &metadata.namespace, &metadata.name)
-        else {
-            return;
-        };
-        if filtered.fit.is_empty() {
-            let refused =
-                RefusedPod::new(uid, (namespace, name), Arc::clone(wanted), Some(nodes), Instant::now());
+        if !filtered.fit.is_empty() {
+            self.refused().remove(pod.metadata.uid.as_deref().unwrap_or_default());
+        } else if let Some(refused) = refused(pod, Arc::clone(wanted), Some(nodes)) {
             self.refused().note(refused);
-        } else {
-            self.refused().remove(uid);
         }
     }
 
@@ -127,10 +123,7 @@ impl Service {
         let pods: Api<Pod> = Api::all(self.client.clone());
         let mut params = ListParams::default().fields(WAITING).limit(PAGE);
         loop {
-            let answer = timeout(self.settings.bind_timeout, pods.list(&params)).await;
-            let list = answer
-                .map_err(|_| format!("no answer within {:?}", self.settings.bind_timeout))?
-                .map_err(|error| error.to_string())?;
+            let list = in_time(self.settings.bind_timeout, pods.list(&params)).await?;
             list.items.iter().filter(|pod| is_given_up(pod)).for_each(|pod| self.note_given_up(pod));
             match list.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => params = params.continue_token(&token),
@@ -140,15 +133,9 @@ impl Service {
     }
 
     fn note_given_up(&self, pod: &Pod) {
-        let metadata = &pod.metadata;
-        let (Some(uid), Some(namespace), Some(name)) = (&metadata.uid, &metadata.namespace, &metadata.name)
-        else {
-            return;
-        };
         // What asks for the impossible fits nowhere, and a pod without a share is not refused here.
         let wanted = self.read(pod).ok().filter(|wanted| !wanted.demand.is_empty());
-        if let Some(wanted) = wanted {
-            let refused = RefusedPod::new(uid, (namespace, name), wanted, None, Instant::now());
+        if let Some(refused) = wanted.and_then(|wanted| refused(pod, wanted, None)) {
             self.refused().note_if_new(refused);
         }
     }
@@ -221,6 +208,14 @@ impl Service {
         warn!(pod = said, node, "there is room, but kube-scheduler cannot be made to try it again: {error}");
         nudged
     }
+}
+
+/// A pod that is refused at this moment; none without the names that every pod of an API server has.
+fn refused(pod: &Pod, wanted: Arc<Wanted>, nodes: Option<&[&str]>) -> Option<RefusedPod> {
+    let metadata = &pod.metadata;
+    let (uid, namespace, name) =
+        (metadata.uid.as_ref()?, metadata.namespace.as_ref()?, metadata.name.as_ref()?);
+    Some(RefusedPod::new(uid, (namespace, name), wanted, nodes, Instant::now()))
 }
 
 /// Whether kube-scheduler has found no node for a pod and waits for a change.

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    future::Future,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
         atomic::{AtomicU64, Ordering},
@@ -12,11 +13,23 @@ use std::{
 use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use ledger::Policy;
+use tokio::time::timeout;
 
 use crate::{Cluster, Refused, ResourceNames, Standing, Wanted, WantedError};
 
 /// Pods whose wants are remembered between filter and bind. Past that all are forgotten, and read anew.
 const WAITING_MAX: usize = 10_000;
+
+/// What the API server answers to a request within `limit`, or in words why it does not.
+pub(crate) async fn in_time<T>(
+    limit: Duration,
+    request: impl Future<Output = kube::Result<T>>,
+) -> Result<T, String> {
+    match timeout(limit, request).await {
+        Ok(answer) => answer.map_err(|error| error.to_string()),
+        Err(_) => Err(format!("no answer within {limit:?}")),
+    }
+}
 
 /// How the scheduler was set up.
 #[derive(Clone, Debug)]

@@ -316,11 +316,9 @@ async fn look(node: &Node, ask: &Ask, container: &str) -> Result<PodSeen> {
 /// Percent of a GPU's time that each pod with a share gets over two seconds in which all launch without pause. How near
 /// that is to the share is up to how busy the machine is too: a program that comes late to launch gets less.
 async fn measure(node: &Node, running: &[RunningPod]) -> Result<HashMap<String, f64>> {
-    let spin = format!("{} spin --kernel-us 1000 --seconds 60 >/dev/null 2>&1 & echo $!", probe::PATH);
     let mut spinning = vec![];
     for (_, pod) in PODS.iter().zip(running).filter(|(ask, _)| ask.core > 0) {
-        let process = node.cri().exec(pod.id("main"), &["sh", "-c", &spin]).await?.stdout.trim().to_owned();
-        spinning.push((pod, process));
+        spinning.push((pod, probe::spin(node.cri(), pod.id("main")).await?));
     }
     tokio::time::sleep(SETTLES).await;
     let mut top = Command::from(node.vcuda.command("vcuda-device-plugin"));

@@ -6,19 +6,15 @@ use std::{
 };
 
 use axum::{Router, extract::Path, http::StatusCode, response::IntoResponse, routing::patch};
-use kube::{Client, Config};
 use ledger::Policy;
 use serde_json::Value;
 use tokio::net::TcpListener;
 use vcuda_config::{GpuUuid, NodeGpu, NodeGpus};
 
 use super::*;
-use crate::{Lead, ResourceNames, Settings, Standing};
+use crate::{Lead, ResourceNames, Settings, Standing, testing};
 
 fn service(port: u16) -> Service {
-    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
-    let mut config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
-    config.default_retry = false;
     let names =
         ResourceNames { core: "tencent.com/vcuda-core".into(), memory: "tencent.com/vcuda-memory".into() };
     let settings = Settings {
@@ -27,7 +23,7 @@ fn service(port: u16) -> Service {
         bind_timeout: Duration::from_secs(5),
         expiry: Duration::from_secs(60),
     };
-    let service = Service::new(Client::try_from(config).unwrap(), settings, Standing::new(Lead::Alone));
+    let service = Service::new(testing::client(port), settings, Standing::new(Lead::Alone));
     let gpu = NodeGpu {
         uuid: GpuUuid::from_bytes([1; 16]),
         model: "A100".into(),
