@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod daemons;
 mod device;
 pub mod floor;
 mod gpu_admission;

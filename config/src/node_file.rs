@@ -352,6 +352,21 @@ impl Paths {
         self.run.join("floor.sock")
     }
 
+    /// Lock that the device plugin holds as long as it runs, see [`crate::daemons`].
+    pub fn device_plugin_lock(&self) -> PathBuf {
+        self.run.join("device-plugin.lock")
+    }
+
+    /// Lock that the NRI plugin holds as long as it runs, see [`crate::daemons`].
+    pub fn nri_plugin_lock(&self) -> PathBuf {
+        self.run.join("nri-plugin.lock")
+    }
+
+    /// There while the NRI plugin is in service: for which runtime, and its process ID, a line each.
+    pub fn nri_plugin_ready(&self) -> PathBuf {
+        self.run.join("nri-plugin.ready")
+    }
+
     fn named(&self) -> [(&'static str, &Path); 7] {
         [
             ("driverRoot", &self.driver_root),

@@ -9,11 +9,11 @@ use clap::Parser;
 use nri_plugin::{
     connect::{Launched, Way},
     log,
-    node::{self, Node, NodeError},
+    node::{Node, NodeError},
     session::SessionError,
 };
 use tokio::signal::unix::{SignalKind, signal};
-use vcuda_config::{NodeFile, NodeFileError, in_one_line};
+use vcuda_config::{NodeFile, NodeFileError, daemons::NriPlugin, in_one_line};
 
 /// Exit codes, as `--help` lists them. 2 is clap's.
 const FAILED: u8 = 1;
@@ -83,19 +83,19 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if arguments.ready {
         let file = NodeFile::load_or_default(&arguments.config)?;
-        return Ok(match node::readiness(&file.paths) {
-            Some(runtime) => {
+        let reason = match NriPlugin::of(&file.paths) {
+            Ok(NriPlugin::Connected { runtime, .. }) => {
                 println!("in service for {runtime}");
-                ExitCode::SUCCESS
+                return Ok(ExitCode::SUCCESS);
             }
-            None => {
-                println!(
-                    "not in service: no vcuda-nri-plugin is connected to containerd here, or this user may not see it; \
-                     see the plugin's log, and `vcuda-check node` as root"
-                );
-                ExitCode::from(NOT_READY)
+            Ok(NriPlugin::NotConnected) => {
+                "vcuda-nri-plugin runs here, but containerd does not ask it".into()
             }
-        });
+            Ok(NriPlugin::NotRunning) => "vcuda-nri-plugin does not run here".into(),
+            Err(error) => format!("that cannot be told: {error}"),
+        };
+        println!("not in service: {reason}; see the plugin's log, and `vcuda-check node` as root");
+        return Ok(ExitCode::from(NOT_READY));
     }
     let way = match Launched::from_env()? {
         Some(launched) => {

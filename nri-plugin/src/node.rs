@@ -12,10 +12,7 @@ use std::{
 };
 
 use ledger::LedgerError;
-use rustix::{
-    fs::FlockOperation,
-    process::{Pid, test_kill_process},
-};
+use rustix::fs::FlockOperation;
 use thiserror::Error;
 use vcuda_config::{NodeFile, NodeFileError, Paths};
 
@@ -68,7 +65,7 @@ impl Node {
     pub fn start(file: &NodeFile) -> Result<Self, NodeError> {
         let lock = lock(&file.paths)?;
         // What a killed predecessor left.
-        let ready = ready_file(&file.paths);
+        let ready = file.paths.nri_plugin_ready();
         show_ready(&ready, None);
         Ok(Self { binder: Arc::new(Binder::open(file.paths.clone())?), ready, _lock: lock })
     }
@@ -104,31 +101,8 @@ impl Drop for Node {
     }
 }
 
-/// Whether a plugin runs on the node and is ready: the runtime it is ready for.
-pub fn readiness(paths: &Paths) -> Option<String> {
-    let lock = File::open(lock_file(paths)).ok()?;
-    // A lock that can be had belongs to nobody, whatever file a killed plugin left.
-    if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared).is_ok() {
-        return None;
-    }
-    let text = fs::read_to_string(ready_file(paths)).ok()?;
-    let (runtime, process) = text.trim().split_once('\n')?;
-    // The lock may be a successor's, who has not taken the file away yet.
-    let process = Pid::from_raw(process.parse().ok()?)?;
-    test_kill_process(process).ok()?;
-    Some(runtime.to_owned())
-}
-
-fn lock_file(paths: &Paths) -> PathBuf {
-    paths.run.join("nri-plugin.lock")
-}
-
-fn ready_file(paths: &Paths) -> PathBuf {
-    paths.run.join("nri-plugin.ready")
-}
-
 fn lock(paths: &Paths) -> Result<File, NodeError> {
-    let path = lock_file(paths);
+    let path = paths.nri_plugin_lock();
     let failed = |path: &Path, source| NodeError::Run { path: path.into(), source };
     fs::create_dir_all(&paths.run).map_err(|source| failed(&paths.run, source))?;
     let mut options = OpenOptions::new();

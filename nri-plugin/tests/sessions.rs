@@ -10,7 +10,7 @@ use common::{
 use ledger::ShareState;
 use nri_plugin::{
     connect::Way,
-    node::{self, Node, NodeError},
+    node::{Node, NodeError},
     service::{NodeSource, Service},
     session::{Identity, SessionError, serve},
     wire::{ConfigureRequest, EVENTS, SynchronizeRequest},
@@ -19,7 +19,7 @@ use tokio::{
     net::{UnixListener, UnixStream},
     sync::{Semaphore, oneshot},
 };
-use vcuda_config::annotation;
+use vcuda_config::{annotation, daemons::NriPlugin};
 
 fn identity() -> Identity {
     Identity { name: "vcuda".into(), index: "90".into() }
@@ -186,7 +186,8 @@ async fn a_plugin_comes_back_whenever_containerd_does_and_shows_whether_it_serve
         assert!(!exists(&ready), "not in service before it is synchronized");
         runtime.admit().await;
         eventually("ready", || exists(&ready)).await;
-        assert_eq!(node::readiness(&node.file.paths).as_deref(), Some("containerd v2.1.9"));
+        let asked = NriPlugin::of(&node.file.paths).unwrap();
+        assert!(matches!(asked, NriPlugin::Connected { runtime, .. } if runtime == "containerd v2.1.9"));
         runtime.create(&pod(1), granted(&pod(1), "main", 1, 20, 4)).await.unwrap();
         runtime.close();
         drop(listener);
@@ -306,7 +307,7 @@ fn a_ready_file_that_a_killed_plugin_left_is_not_believed() {
     let node = TestNode::new();
     drop(node.start());
     fs::write(node.ready_file(), "containerd v2.1.9").unwrap();
-    assert_eq!(node::readiness(&node.file.paths), None);
+    assert_eq!(NriPlugin::of(&node.file.paths).unwrap(), NriPlugin::NotRunning);
     let running = node.start();
     assert!(!exists(&node.ready_file()), "cleared at the next start");
     drop(running);

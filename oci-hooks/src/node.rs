@@ -1,6 +1,6 @@
 //! Whether this node is fit for GPU shares: its driver, containerd's settings, what is installed and who may change
-//! it, the specification that containers are given. It reads what each part reads, and asks containerd's own
-//! program for its settings as it understands them. It changes nothing and talks to no socket.
+//! it, the specification that containers are given, whether the daemons run. It reads what each part reads, and asks
+//! containerd's own program for its settings as it understands them. It changes nothing and talks to no socket.
 
 mod containerd;
 
@@ -12,7 +12,10 @@ use std::{
 
 use ledger::{Gpu, Inventory};
 use serde::{Deserialize, Serialize};
-use vcuda_config::{CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, NodeFile, Paths};
+use vcuda_config::{
+    CDI_DEVICE_SHARE, CDI_DEVICE_WHOLE, CDI_KIND, NodeFile, Paths,
+    daemons::{NriPlugin, is_held},
+};
 
 use crate::compat::{
     Finding, Severity,
@@ -101,7 +104,8 @@ struct Hook {
 pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path>) -> NodeReport {
     let paths = &file.paths;
     let mut findings = Vec::new();
-    let mut unknown = false;
+    // First, since nothing else lets a share start while they are down.
+    let mut unknown = !check_daemons(paths, &mut findings);
 
     let driver = match Driver::find(&paths.driver_root, None) {
         Ok(driver) => Some(driver),
@@ -167,6 +171,79 @@ pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path
 /// to have.
 pub fn capability(inventory: &Inventory, gpu: &Gpu) -> Option<u32> {
     inventory.capabilities.get(&gpu.uuid).copied().or_else(|| compute_capability(&gpu.name))
+}
+
+/// A daemon of this node, as units and the DaemonSet name it, and what is lost without it.
+struct Daemon {
+    down: &'static str,
+    unknown: &'static str,
+    unit: &'static str,
+    /// Its container in the DaemonSet.
+    container: &'static str,
+    why: &'static str,
+}
+
+const NRI_PLUGIN: Daemon = Daemon {
+    down: "nri-plugin-down",
+    unknown: "nri-plugin-unknown",
+    unit: "vcuda-nri-plugin",
+    container: "nri-plugin",
+    why: "containerd asks nobody for a share, and the guard refuses every container that has one",
+};
+
+const DEVICE_PLUGIN: Daemon = Daemon {
+    down: "device-plugin-down",
+    unknown: "device-plugin-unknown",
+    unit: "vcuda-device-plugin",
+    container: "device-plugin",
+    why: "the node offers no shares to the cluster, so no pod with one is placed here",
+};
+
+impl Daemon {
+    fn not_running(&self) -> Finding {
+        let what = format!("{} does not run: no process holds this lock", self.unit);
+        let remedy = format!(
+            "start it: systemctl start {}, or for the DaemonSet label the node tencent.com/vcuda=true; where it ends again, {}",
+            self.unit,
+            self.log()
+        );
+        Finding::refuse(self.down, what, self.why, remedy)
+    }
+
+    fn cannot_be_told(&self, error: &io::Error) -> Finding {
+        let what = format!("whether {} runs cannot be told: {error}", self.unit);
+        Finding::warn(self.unknown, what, self.why, "run this as root")
+    }
+
+    fn log(&self) -> String {
+        format!(
+            "see its log: journalctl -u {}, or that of container {} in this node's pod of the DaemonSet",
+            self.unit, self.container
+        )
+    }
+}
+
+/// By what they hold and leave while they run. False where it cannot be told.
+fn check_daemons(paths: &Paths, findings: &mut Vec<Finding>) -> bool {
+    let nri = match NriPlugin::of(paths) {
+        Ok(NriPlugin::Connected { .. }) => None,
+        Ok(NriPlugin::NotRunning) => Some(NRI_PLUGIN.not_running().at(&paths.nri_plugin_lock())),
+        Ok(NriPlugin::NotConnected) => {
+            let what = "vcuda-nri-plugin runs, but is not in service: containerd does not ask it";
+            let remedy = format!("see that containerd runs with NRI on; if it does, {}", NRI_PLUGIN.log());
+            Some(Finding::refuse(NRI_PLUGIN.down, what, NRI_PLUGIN.why, remedy).at(&paths.nri_plugin_ready()))
+        }
+        Err(error) => Some(NRI_PLUGIN.cannot_be_told(&error).at(&paths.nri_plugin_lock())),
+    };
+    let device = match is_held(&paths.device_plugin_lock()) {
+        Ok(true) => None,
+        Ok(false) => Some(DEVICE_PLUGIN.not_running().at(&paths.device_plugin_lock())),
+        Err(error) => Some(DEVICE_PLUGIN.cannot_be_told(&error).at(&paths.device_plugin_lock())),
+    };
+    let found = [nri, device].into_iter().flatten();
+    let before = findings.len();
+    findings.extend(found);
+    findings[before..].iter().all(|finding| finding.severity == Severity::Refuse)
 }
 
 fn check_shim(paths: &Paths, driver: Option<&Driver>, findings: &mut Vec<Finding>) {
