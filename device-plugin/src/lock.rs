@@ -3,13 +3,13 @@
 use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Seek, Write},
-    path::{Path, PathBuf},
 };
 
 use rustix::{
     fs::{FlockOperation, flock},
     io::Errno,
 };
+use vcuda_config::Paths;
 
 use crate::fatal::Fatal;
 
@@ -19,15 +19,10 @@ pub(crate) struct Lock {
     _file: File,
 }
 
-/// Where the lock is.
-fn path(run: &Path) -> PathBuf {
-    run.join("device-plugin.lock")
-}
-
 impl Lock {
-    /// Takes the lock in the folder `run`.
-    pub(crate) fn take(run: &Path) -> Result<Self, Fatal> {
-        let path = path(run);
+    /// Takes the lock of the node with these places.
+    pub(crate) fn take(paths: &Paths) -> Result<Self, Fatal> {
+        let (run, path) = (&paths.run, paths.device_plugin_lock());
         let unwritable = |source| Fatal::Unwritable { key: "paths.run", path: run.into(), source };
         fs::create_dir_all(run).map_err(unwritable)?;
         let mut file = OpenOptions::new()
@@ -49,15 +44,6 @@ impl Lock {
     }
 }
 
-/// Process ID of the plugin that runs, as it sees itself; none when none runs.
-pub(crate) fn holder(run: &Path) -> Option<String> {
-    let mut file = File::open(path(run)).ok()?;
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
-        Err(Errno::WOULDBLOCK) => Some(pid(&mut file)),
-        _ => None,
-    }
-}
-
 fn pid(file: &mut File) -> String {
     let mut text = String::new();
     // A number has at most 20 digits; the file is ours, but it costs nothing to be careful.
@@ -67,20 +53,22 @@ fn pid(file: &mut File) -> String {
 
 #[cfg(test)]
 mod tests {
+    use vcuda_config::daemons::is_held;
+
     use super::*;
 
     #[test]
     fn a_second_instance_is_told_of_the_first() {
-        let run = tempfile::tempdir().unwrap();
-        let run = run.path().join("vcuda");
-        assert_eq!(holder(&run), None);
-        let lock = Lock::take(&run).unwrap();
-        let me = std::process::id().to_string();
-        let error = Lock::take(&run).unwrap_err();
-        assert!(error.to_string().contains(&me), "{error}");
-        assert_eq!(holder(&run), Some(me));
+        let folder = tempfile::tempdir().unwrap();
+        let paths = Paths { run: folder.path().join("vcuda"), ..Paths::default() };
+        let held = || is_held(&paths.device_plugin_lock()).unwrap();
+        assert!(!held());
+        let lock = Lock::take(&paths).unwrap();
+        let error = Lock::take(&paths).unwrap_err();
+        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
+        assert!(held());
         drop(lock);
-        assert_eq!(holder(&run), None);
-        Lock::take(&run).unwrap();
+        assert!(!held());
+        Lock::take(&paths).unwrap();
     }
 }

@@ -245,6 +245,7 @@ mod tests {
         let status = Status {
             driver_version: "550".into(),
             plugin_running: true,
+            nri_plugin: crate::status::NriPluginStatus::NotRunning,
             inventory_current: true,
             gpus: Vec::new(),
             shares_elsewhere: Vec::new(),

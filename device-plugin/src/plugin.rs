@@ -49,7 +49,7 @@ pub async fn run(
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Fatal> {
     let paths = file.paths.clone();
-    let _lock = Lock::take(&paths.run)?;
+    let _lock = Lock::take(&paths)?;
     // The ledger makes the folder of shares the same way; made now, it can be watched from the start.
     check_writable("paths.state", &paths.shares(), 0o700)?;
     check_writable("paths.state", &paths.state, 0o700)?;

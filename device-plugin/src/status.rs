@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use k8s_openapi::jiff::Timestamp;
 use ledger::{
     Gpu, GpuShare, Inventory, InventoryError, Priority, ShareFolder, ShareKind, ShareName, ShareRecord,
     ShareState, Shares,
@@ -13,9 +14,12 @@ use ledger::{
 use region::{Limits, UsageReader};
 use serde::Serialize;
 use thiserror::Error;
-use vcuda_config::{CORE_PER_GPU, GpuUuid, NodeFile};
+use vcuda_config::{
+    CORE_PER_GPU, GpuUuid, NodeFile, Paths,
+    daemons::{NriPlugin, is_held},
+};
 
-use crate::{governor::monotonic_ns, lock};
+use crate::governor::monotonic_ns;
 
 /// A device plugin that has given no sign of life for so long, in nanoseconds, measures nothing.
 const HEARTBEAT_NS: u64 = 1_000_000_000;
@@ -50,6 +54,8 @@ pub struct Status {
     pub driver_version: String,
     /// Whether a device plugin runs on this node.
     pub plugin_running: bool,
+    /// How the NRI plugin of this node stands.
+    pub nri_plugin: NriPluginStatus,
     /// False when the inventory was written before the last boot, so that GPUs may have changed since.
     pub inventory_current: bool,
     /// GPUs on offer.
@@ -58,6 +64,28 @@ pub struct Status {
     pub shares_elsewhere: Vec<ShareStatus>,
     /// Shares whose record cannot be read, and why; while there are any, nothing counts as free.
     pub unreadable: Vec<String>,
+}
+
+/// How the NRI plugin stands, without which containers with a share do not start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase", rename_all_fields = "camelCase", tag = "state")]
+pub enum NriPluginStatus {
+    /// containerd asks it.
+    Connected {
+        /// The runtime, with its version.
+        runtime: String,
+        /// From when on: RFC 3339, in UTC, to the second.
+        since: String,
+    },
+    /// It runs, and containerd does not ask it.
+    NotConnected,
+    /// It does not run.
+    NotRunning,
+    /// That cannot be told.
+    Unknown {
+        /// Why.
+        reason: String,
+    },
 }
 
 /// One GPU.
@@ -221,7 +249,8 @@ impl Status {
         let gpus = inventory.gpus.iter().enumerate().map(of_gpu).collect();
         Ok(Self {
             driver_version: inventory.driver.version.clone(),
-            plugin_running: lock::holder(&file.paths.run).is_some(),
+            plugin_running: is_held(&file.paths.device_plugin_lock()).unwrap_or(false),
+            nri_plugin: NriPluginStatus::of(&file.paths),
             inventory_current: ledger::boot_id().is_ok_and(|boot| boot == inventory.boot_id),
             gpus,
             shares_elsewhere: all,
@@ -308,6 +337,7 @@ impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let plugin = if self.plugin_running { "runs" } else { "does not run" };
         writeln!(f, "driver {}, device plugin {plugin}", self.driver_version)?;
+        writeln!(f, "{}", self.nri_plugin)?;
         if !self.inventory_current {
             writeln!(f, "the inventory is older than the last boot; start vcuda-device-plugin to renew it")?;
         }
@@ -328,6 +358,36 @@ impl fmt::Display for Status {
             writeln!(f, "\n{line}")?;
         }
         Ok(())
+    }
+}
+
+impl NriPluginStatus {
+    fn of(paths: &Paths) -> Self {
+        match NriPlugin::of(paths) {
+            Ok(NriPlugin::Connected { runtime, since }) => {
+                let since = Timestamp::try_from(since)
+                    .and_then(|since| Timestamp::from_second(since.as_second()))
+                    .unwrap_or(Timestamp::UNIX_EPOCH);
+                Self::Connected { runtime, since: since.to_string() }
+            }
+            Ok(NriPlugin::NotConnected) => Self::NotConnected,
+            Ok(NriPlugin::NotRunning) => Self::NotRunning,
+            Err(error) => Self::Unknown { reason: error.to_string() },
+        }
+    }
+}
+
+impl fmt::Display for NriPluginStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const LOST: &str = "no container with a share starts, see `vcuda-check node`";
+        match self {
+            Self::Connected { runtime, since } => {
+                write!(f, "NRI plugin connected to {runtime} since {since}")
+            }
+            Self::NotConnected => write!(f, "NRI plugin runs, but containerd does not ask it: {LOST}"),
+            Self::NotRunning => write!(f, "NRI plugin does not run: {LOST}"),
+            Self::Unknown { reason } => write!(f, "NRI plugin unknown: {reason}; run this as root"),
+        }
     }
 }
 
@@ -539,6 +599,41 @@ mod tests {
         assert!(text.contains("driver+shim") && text.contains("0.5 GiB"), "{text}");
         node.set_unseen(&uuid(1).bytes(), 1 << 29, 1).unwrap();
         assert_eq!(hold("c").gpus[0].shares[0].usage.unwrap().unseen_bytes, 0, "nobody measures it any more");
+    }
+
+    /// Without it no container with a share starts, however well the device plugin runs.
+    #[test]
+    fn the_nri_plugin_is_told_of_beside_the_device_plugin() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = node_file(folder.path());
+        let told = || {
+            let status = Status::read(&file).unwrap();
+            (status.to_string(), serde_json::json!(status)["nriPlugin"].clone())
+        };
+        let (text, json) = told();
+        assert!(text.contains("NRI plugin does not run: no container with a share starts"), "{text}");
+        assert_eq!(json, serde_json::json!({ "state": "notRunning" }));
+
+        fs::create_dir_all(&file.paths.run).unwrap();
+        let lock = fs::File::create(file.paths.nri_plugin_lock()).unwrap();
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+        let (text, json) = told();
+        assert!(text.contains("NRI plugin runs, but containerd does not ask it"), "{text}");
+        assert_eq!(json, serde_json::json!({ "state": "notConnected" }));
+
+        let ready = fs::File::create(file.paths.nri_plugin_ready()).unwrap();
+        fs::write(file.paths.nri_plugin_ready(), format!("containerd v2.1.9\n{}\n", std::process::id()))
+            .unwrap();
+        ready
+            .set_modified(std::time::UNIX_EPOCH + std::time::Duration::from_millis(1_764_525_845_678))
+            .unwrap();
+        let (text, json) = told();
+        let since = "2025-11-30T18:04:05Z";
+        assert!(text.contains(&format!("NRI plugin connected to containerd v2.1.9 since {since}")), "{text}");
+        assert_eq!(
+            json,
+            serde_json::json!({ "state": "connected", "runtime": "containerd v2.1.9", "since": since })
+        );
     }
 
     /// A container can write whatever it likes into its usage.
