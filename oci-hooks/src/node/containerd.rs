@@ -23,6 +23,9 @@ const MAX_BYTES: u64 = 4 << 20;
 const CRI: [&str; 2] = ["io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri"];
 const NRI: &str = "io.containerd.nri.v1.nri";
 
+/// The oldest containerd with NRI, major and minor.
+const OLDEST: (u32, u32) = (1, 7);
+
 /// The settings that a share depends on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -106,8 +109,8 @@ fn parse(version: String, dump: &str) -> Result<Settings, String> {
         .is_some_and(|disabled| disabled.iter().any(|plugin| plugin.as_str() == Some(NRI)));
     let nri_off = setting(NRI, "disable").and_then(|off| off.as_bool());
     // From 2.4 on there is no switch for CDI any more: it is on.
-    let (major, minor) = numbers(&version);
-    let cdi = of_cri("enable_cdi").and_then(|on| on.as_bool()).unwrap_or((major, minor) >= (2, 0));
+    let has_no_switch = numbers(&version).is_some_and(|numbers| numbers >= (2, 0));
+    let cdi = of_cri("enable_cdi").and_then(|on| on.as_bool()).unwrap_or(has_no_switch);
     Ok(Settings {
         cdi,
         cdi_folders: folders.unwrap_or_default(),
@@ -117,13 +120,26 @@ fn parse(version: String, dump: &str) -> Result<Settings, String> {
     })
 }
 
-fn numbers(version: &str) -> (u32, u32) {
-    let mut parts = version.split(['.', '-', '~', '+']).map(|part| part.parse().unwrap_or(0));
-    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+/// Major and minor; none where it does not begin with two numbers.
+fn numbers(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split(['.', '-', '~', '+']).map(str::parse);
+    Some((parts.next()?.ok()?, parts.next()?.ok()?))
 }
 
 impl Settings {
     pub(super) fn judge(&self, paths: &Paths, config: &Path, findings: &mut Vec<Finding>) {
+        if numbers(&self.version).is_some_and(|numbers| numbers < OLDEST) {
+            // What the settings would have to be is of no use to it.
+            return findings.push(
+                Finding::refuse(
+                    "containerd-old",
+                    format!("containerd {} has no NRI", self.version),
+                    "no share is ever bound without it, and the guard refuses every container with one",
+                    format!("install containerd {}.{} or newer", OLDEST.0, OLDEST.1),
+                )
+                .at(config),
+            );
+        }
         if !self.cdi {
             findings.push(Finding::refuse(
                 "cdi-off",
@@ -212,7 +228,15 @@ mod tests {
     fn a_version_without_a_switch_for_cdi_has_it_on() {
         let dump = V2.replace("enable_cdi = true\n", "");
         assert!(ids(&parse("2.4.0".into(), &dump).unwrap()).is_empty());
-        assert_eq!(ids(&parse("1.6.20".into(), &dump).unwrap()), ["cdi-off"]);
+        assert_eq!(ids(&parse("1.7.1".into(), &dump).unwrap()), ["cdi-off"]);
+    }
+
+    #[test]
+    fn a_version_before_nri_is_told_to_be_too_old_and_one_that_is_no_number_is_not() {
+        assert_eq!(ids(&parse("1.6.33-k3s1".into(), V1).unwrap()), ["containerd-old"]);
+        for version in ["1.7.0", "2.0.0-beta.1", "10.0", "?", "main", ""] {
+            assert!(ids(&parse(version.into(), V2).unwrap()).is_empty(), "{version}");
+        }
     }
 
     #[test]
