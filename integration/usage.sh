@@ -52,3 +52,17 @@ usage() {
         exit 2
     fi
 }
+
+# space GB: ends the script where the build folder cannot grow to that size, in GB of 10^9 bytes. A linker that runs out of space says so
+# in many words, and tests that could not be built count as failed.
+space() {
+    local folder=${CARGO_TARGET_DIR:-$PWD/target} free held
+    mkdir -p "$folder"
+    free=$(df --output=avail -B 1 "$folder" | tail -n 1)
+    held=$(du -s -B 1 "$folder" | cut -f 1)
+    if [ $((free + held)) -lt $(($1 * 1000000000)) ]; then
+        printf '%s: %s can grow to %d GB, and needs to hold %d; free some disk, or have CARGO_TARGET_DIR name another folder\n' \
+            "${0##*/}" "$folder" $(((free + held) / 1000000000)) "$1" >&2
+        exit 1
+    fi
+}

@@ -125,6 +125,33 @@ fn a_line_has_style_on_a_terminal_only() {
 }
 
 #[test]
+fn a_disk_too_small_is_told_before_the_build_begins() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("target");
+    let asked = |gigabytes: &str| {
+        let line = format!(". '{}'; space {gigabytes}", source.join("usage.sh").display());
+        let output = Command::new("bash")
+            .args(["-c", &line, "test"])
+            .env("CARGO_TARGET_DIR", &target)
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    assert_eq!(asked("0"), (Some(0), String::new()));
+    let (code, said) = asked("900000000");
+    assert_eq!(code, Some(1));
+    assert!(said.starts_with(&format!("test: {} can grow to ", target.display())), "{said}");
+    assert!(said.contains(" GB, and needs to hold 900000000; free some disk"), "{said}");
+
+    for script in ["demo", "test", "../.ci/run"] {
+        let script = fs::read_to_string(source.join(script)).unwrap();
+        let place = |line: &str| script.find(line).unwrap_or_else(|| panic!("{line} is missing in {script}"));
+        assert!(place("\nspace ") < place("\nintegration/setup.sh"), "{script}");
+    }
+}
+
+#[test]
 fn what_a_build_caches_lies_in_the_cache() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     for script in ["integration/build.sh", "vcuda-preload/build.sh"] {
