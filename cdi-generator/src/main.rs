@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::Result;
 use cdi_generator::{
-    Driver, ensure_spec, file,
+    Driver, DriverError, ensure_spec, file,
     folders::Registry,
     rules::{self, Fault},
     spec, spec_path,
@@ -19,22 +19,22 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
-use vcuda_config::{NodeFile, in_one_line};
+use vcuda_config::{Exit, NodeFile, NodeFileError, in_one_line};
 
 /// Folder of specifications that administrators write; runtimes read it before the configured one.
 const STATIC_FOLDER: &str = "/etc/cdi";
 
-const EXIT_CODES: &str = "Exit codes:
-  0  all is well
-  1  no: the driver was not found, a file could not be written, a specification breaks the rules
-  2  the arguments make no sense";
+fn codes_of_generate() -> String {
+    let codes = [Exit::NodeFile, Exit::NoDriver];
+    Exit::help("it is printed, or there as it should be", "a file could not be read or written", &codes)
+}
 
 /// Writes and checks CDI specifications, by which a container gets the NVIDIA driver's files.
 ///
 /// The device plugin keeps the specification of tencent.com/vcuda current by itself. This is for looking at it, for
 /// writing it by hand, and for finding out why a runtime does not know a device.
 #[derive(Parser)]
-#[command(name = "vcuda-cdi", version, after_help = EXIT_CODES)]
+#[command(name = "vcuda-cdi", version)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -43,18 +43,18 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Find the driver and print the specification of tencent.com/vcuda, or write it
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes_of_generate())]
     Generate(Generate),
     /// Show the devices that a runtime knows, and what keeps it from knowing others
     ///
     /// A device that two files of one folder define is known by neither, and one broken rule takes a whole file out:
     /// both are told, and then the exit code is 1.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = Exit::help("all is well", "something keeps a device from being known", &[Exit::NodeFile]))]
     List(List),
     /// Check specification files, of any vendor, by the rules of CDI 1.1.0
     ///
     /// Tells every broken rule with its place in the file. A runtime leaves out a file that breaks a single one.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = Exit::help("all are valid", "one breaks a rule, or cannot be read", &[]))]
     Validate(Validate),
 }
 
@@ -134,13 +134,21 @@ fn main() -> ExitCode {
     };
     match result {
         Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(false) => Exit::No.into(),
         // Somebody like `head` has seen enough.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             let _ = writeln!(io::stderr(), "vcuda-cdi: {}", in_one_line(error.as_ref()));
-            ExitCode::FAILURE
+            exit(&error).into()
         }
+    }
+}
+
+fn exit(error: &anyhow::Error) -> Exit {
+    match error.downcast_ref() {
+        Some(DriverError::NotFound { .. } | DriverError::Root { .. }) => Exit::NoDriver,
+        _ if error.is::<NodeFileError>() => Exit::NodeFile,
+        _ => Exit::No,
     }
 }
 

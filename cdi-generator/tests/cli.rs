@@ -90,10 +90,19 @@ fn generate_without_a_driver_is_one_sentence_that_says_what_to_do() {
     let root = folder.path("");
     let output =
         folder.run(&["generate", "--config", "config.yaml", "--driver-root", root.to_str().unwrap()]);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(4));
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(text.lines().count(), 1, "{text}");
     assert!(text.contains("no NVIDIA driver") && text.contains("paths.driverRoot"), "{text}");
+}
+
+#[test]
+fn a_wrong_node_file_has_the_exit_code_that_it_has_everywhere() {
+    let folder = Folder::with(&[("config.yaml", "version: 1\ngpuz: 1\n")]);
+    for command in ["generate", "list"] {
+        let output = folder.run(&[command, "--config", "config.yaml"]);
+        assert_eq!(output.status.code(), Some(3), "{command}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 
 pub mod daemons;
 mod device;
+mod exit;
 pub mod floor;
 mod gpu_admission;
 mod grant;
@@ -17,6 +18,7 @@ mod request;
 mod told;
 
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
+pub use exit::Exit;
 pub use gpu_admission::gpu_admission_minors;
 pub use grant::{Grant, GrantError};
 pub use node_file::{

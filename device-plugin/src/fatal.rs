@@ -4,7 +4,7 @@ use std::{io, path::PathBuf};
 
 use rustix::process::geteuid;
 use thiserror::Error;
-use vcuda_config::NodeFileError;
+use vcuda_config::{Exit, NodeFileError};
 
 use crate::{migrate::CheckpointError, set::SetError, status::StatusError};
 
@@ -63,36 +63,21 @@ pub enum Fatal {
 }
 
 impl Fatal {
-    /// What `--help` says about exit codes.
-    pub const HELP: &'static str = "Exit codes:\n  \
-        0  done, or stopped as asked (SIGTERM, SIGINT or SIGHUP)\n  \
-        1  the system refused something, or there is no state to show\n  \
-        2  wrong command line\n  \
-        3  the node file is wrong or missing\n  \
-        4  no NVIDIA driver (only with --fail-without-driver, and from migrate)\n  \
-        5  no GPU to offer (only with --fail-without-driver)\n  \
-        6  another device plugin runs on this node\n  \
-        7  a folder cannot be written (CDI specs, state, or run)\n  \
-        8  no such share (only from set)\n  \
-        9  that cannot be set: not enough room, or no such amount (only from set)\n  \
-        10  it fits nowhere on this node (explain)\n  \
-        11  some of what gpu-manager runs will not run (migrate)";
-
     /// The exit code.
-    pub fn exit_code(&self) -> u8 {
+    pub fn exit(&self) -> Exit {
         match self {
-            Self::Set(error) if error.is_unknown() => 8,
-            Self::Set(error) if error.is_refusal() => 9,
+            Self::Set(error) if error.is_unknown() => Exit::NoShare,
+            Self::Set(error) if error.is_refusal() => Exit::CannotBeSet,
             Self::System { .. }
             | Self::Status(_)
             | Self::Set(_)
             | Self::Checkpoint(_)
-            | Self::ApiServer(_) => 1,
-            Self::Config(_) => 3,
-            Self::NoDriver(_) => 4,
-            Self::NoGpu(_) => 5,
-            Self::SecondInstance { .. } => 6,
-            Self::Unwritable { .. } => 7,
+            | Self::ApiServer(_) => Exit::No,
+            Self::Config(_) => Exit::NodeFile,
+            Self::NoDriver(_) => Exit::NoDriver,
+            Self::NoGpu(_) => Exit::NoGpu,
+            Self::SecondInstance { .. } => Exit::AlreadyRuns,
+            Self::Unwritable { .. } => Exit::Unwritable,
         }
     }
 }
@@ -107,26 +92,7 @@ fn writable(why: io::ErrorKind, root: bool, key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use ledger::ChangeError;
-
     use super::*;
-
-    #[test]
-    fn every_exit_code_is_in_the_help() {
-        let io = || io::Error::other("x");
-        for fatal in [
-            Fatal::System { what: "x", source: io() },
-            Fatal::Config(NodeFileError::Read { path: "/x".into(), source: io() }),
-            Fatal::NoDriver(String::new()),
-            Fatal::NoGpu(String::new()),
-            Fatal::SecondInstance { lock: "/x".into(), pid: "1".into() },
-            Fatal::Set(SetError::NoShare { pod: "ns/x".into(), container: "x".into() }),
-            Fatal::Set(SetError::Change(ChangeError::Whole("7f_x".parse().unwrap()))),
-            Fatal::Unwritable { key: "paths.cdi", path: "/x".into(), source: io() },
-        ] {
-            assert!(Fatal::HELP.contains(&format!("\n  {}  ", fatal.exit_code())), "{fatal}");
-        }
-    }
 
     #[test]
     fn who_is_not_root_is_told_to_be() {

@@ -32,17 +32,11 @@ use tokio::{
 };
 use tracing::{error, info};
 use tracing_subscriber::EnvFilter;
-use vcuda_config::{NodeFile, Request, in_one_line};
-
-/// Exit code of `explain`, as its help has it.
-const FITS_NOWHERE: u8 = 10;
-
-/// Exit code of `migrate`, as its help has it.
-const SOME_WILL_NOT_RUN: u8 = 11;
+use vcuda_config::{Exit, NodeFile, Request, in_one_line};
 
 /// Offers shares of this node's GPUs to kubelet.
 #[derive(Parser)]
-#[command(name = "vcuda-device-plugin", version, after_help = Fatal::HELP)]
+#[command(name = "vcuda-device-plugin", version, after_help = codes_of_run())]
 struct Cli {
     /// Node file. Without it, the default file may be absent.
     #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH, global = true)]
@@ -56,23 +50,23 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Serve kubelet until stopped (the default)
-    #[command(after_help = Fatal::HELP)]
+    #[command(after_help = codes_of_run())]
     Run(Run),
     /// Say where a request would go and what each GPU lacks for it, or why a pod's shares are where they are
-    #[command(after_help = Fatal::HELP)]
+    #[command(after_help = codes(&[Exit::FitsNowhere]))]
     Explain(Explain),
     /// Say what becomes of each workload that gpu-manager runs on this node; nothing is changed
-    #[command(after_help = Fatal::HELP)]
+    #[command(after_help = codes(&[Exit::NoDriver, Exit::SomeWillNotRun]))]
     Migrate(Migrate),
     /// Show GPUs, shares, what is free, and what each container has used
-    #[command(after_help = Fatal::HELP)]
+    #[command(after_help = codes(&[]))]
     Status {
         /// How to write it
         #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
         output: Format,
     },
     /// Show what each container does with its share, again and again
-    #[command(after_help = Fatal::HELP)]
+    #[command(after_help = codes(&[]))]
     Top {
         /// How to write it; JSON is one object a line
         #[arg(short, long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
@@ -85,8 +79,20 @@ enum Command {
         count: Option<u64>,
     },
     /// Change what a running container may use
-    #[command(after_help = Fatal::HELP, long_about = SET_HELP)]
+    #[command(after_help = codes(&[Exit::NoShare, Exit::CannotBeSet]), long_about = SET_HELP)]
     Set(Set),
+}
+
+/// What the help of a command says of exit codes.
+fn codes(more: &[Exit]) -> String {
+    let codes = [&[Exit::NodeFile], more].concat();
+    Exit::help("done", "the system refused something, or there is no state to show", &codes)
+}
+
+fn codes_of_run() -> String {
+    let codes = [Exit::NodeFile, Exit::NoDriver, Exit::NoGpu, Exit::AlreadyRuns, Exit::Unwritable];
+    Exit::help("stopped by SIGTERM, SIGINT or SIGHUP", "something failed that a restart may heal", &codes)
+        + "\n\n4 and 5 only with --fail-without-driver; otherwise it waits for a driver and a GPU."
 }
 
 /// What `set --help` says first.
@@ -305,7 +311,7 @@ fn ended(outcome: Result<(), Fatal>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
             eprintln!("{fatal}");
-            ExitCode::from(fatal.exit_code())
+            fatal.exit().into()
         }
     }
 }
@@ -324,13 +330,14 @@ fn explain(config: &Path, of: &Explain) -> Result<ExitCode, Fatal> {
         Ok(request) => request,
         Err(error) => {
             eprintln!("{error}");
-            return Ok(FITS_NOWHERE.into());
+            return Ok(Exit::FitsNowhere.into());
         }
     };
     let explained = Explained::read(&file, &request, of.policy)?;
     let fits = !explained.gpus.is_empty();
     show(&explained, of.output)?;
-    Ok(if fits { ExitCode::SUCCESS } else { FITS_NOWHERE.into() })
+    let exit = if fits { Exit::Done } else { Exit::FitsNowhere };
+    Ok(exit.into())
 }
 
 fn check_migration(config: &Path, of: &Migrate) -> Result<ExitCode, Fatal> {
@@ -349,7 +356,8 @@ fn check_migration(config: &Path, of: &Migrate) -> Result<ExitCode, Fatal> {
     let pods = pods.map_err(|error| Fatal::ApiServer(in_one_line(error.as_ref())))?;
     let migration = Migration::of(&inventory, &checkpoint, pods.as_deref(), &file.resources);
     show(&migration, of.output)?;
-    Ok(if migration.all_run() { ExitCode::SUCCESS } else { SOME_WILL_NOT_RUN.into() })
+    let exit = if migration.all_run() { Exit::Done } else { Exit::SomeWillNotRun };
+    Ok(exit.into())
 }
 
 /// The way to the cluster. Empty settings, as a manifest may leave them, are none.
@@ -407,7 +415,7 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
 
 fn end(fatal: &Fatal) -> ExitCode {
     error!("{fatal}");
-    ExitCode::from(fatal.exit_code())
+    fatal.exit().into()
 }
 
 fn start_log(format: Option<Format>) {

@@ -13,13 +13,7 @@ use nri_plugin::{
     session::SessionError,
 };
 use tokio::signal::unix::{SignalKind, signal};
-use vcuda_config::{NodeFile, NodeFileError, daemons::NriPlugin, in_one_line};
-
-/// Exit codes, as `--help` lists them. 2 is clap's.
-const FAILED: u8 = 1;
-const ALREADY_RUNNING: u8 = 3;
-const BAD_CONFIG: u8 = 4;
-const NOT_READY: u8 = 5;
+use vcuda_config::{Exit, NodeFile, NodeFileError, daemons::NriPlugin, in_one_line};
 
 /// How long a thread that bound a share waits for the next one.
 const WORKER_STAYS: Duration = Duration::from_secs(24 * 60 * 60);
@@ -38,19 +32,20 @@ It runs in one of two ways:
 
 While it is in service, /run/vcuda/nri-plugin.ready exists. `vcuda-nri-plugin --ready` asks for that, as a probe.
 
-While it is stopped, containers with a share are refused by the guard; running ones never notice.
+While it is stopped, containers with a share are refused by the guard; running ones never notice.";
 
-Exit codes:
-  0  stopped by SIGTERM, SIGINT or SIGHUP, or containerd, which had started it, is gone; with --ready: it is in service
-  1  something failed that a restart may heal
-  2  wrong arguments
-  3  another vcuda-nri-plugin runs on this node
-  4  the node file cannot be used
-  5  with --ready: it is not in service";
+fn help() -> String {
+    let codes = Exit::help(
+        "stopped by SIGTERM, SIGINT or SIGHUP, or containerd, which had started it, is gone; with --ready: it is in service",
+        "something failed that a restart may heal; with --ready: it is not in service",
+        &[Exit::NodeFile, Exit::AlreadyRuns],
+    );
+    format!("{HELP}\n\n{codes}")
+}
 
 /// Gives containers their GPU shares when containerd creates them (NRI plugin).
 #[derive(Debug, Parser)]
-#[command(name = "vcuda-nri-plugin", version, after_help = HELP)]
+#[command(name = "vcuda-nri-plugin", version, after_help = help())]
 struct Arguments {
     /// The node file.
     #[arg(long, value_name = "FILE", env = "VCUDA_CONFIG", default_value = NodeFile::DEFAULT_PATH)]
@@ -75,7 +70,7 @@ fn main() -> ExitCode {
                 tracing::error!("{}", in_one_line(error.as_ref()));
             }
             eprintln!("vcuda-nri-plugin: {}", in_one_line(error.as_ref()));
-            ExitCode::from(exit_code(&error))
+            exit(&error).into()
         }
     }
 }
@@ -95,7 +90,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             Err(error) => format!("that cannot be told: {error}"),
         };
         println!("not in service: {reason}; see the plugin's log, and `vcuda-check node` as root");
-        return Ok(ExitCode::from(NOT_READY));
+        return Ok(Exit::No.into());
     }
     let way = match Launched::from_env()? {
         Some(launched) => {
@@ -131,16 +126,16 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn exit_code(error: &anyhow::Error) -> u8 {
+fn exit(error: &anyhow::Error) -> Exit {
     if error.is::<NodeFileError>() {
-        return BAD_CONFIG;
+        return Exit::NodeFile;
     }
     if matches!(error.downcast_ref(), Some(SessionError::Unusable(_))) {
-        return BAD_CONFIG;
+        return Exit::NodeFile;
     }
     match error.downcast_ref() {
-        Some(NodeError::AlreadyRunning { .. }) => ALREADY_RUNNING,
-        Some(NodeError::Config(_)) => BAD_CONFIG,
-        _ => FAILED,
+        Some(NodeError::AlreadyRunning { .. }) => Exit::AlreadyRuns,
+        Some(NodeError::Config(_)) => Exit::NodeFile,
+        _ => Exit::No,
     }
 }

@@ -104,6 +104,12 @@ fn an_image_fits_does_not_or_is_left_open_and_the_exit_code_says_which() {
     }
     let (code, _, error) = place.check(&["rootfs", &fits, "--driver", &place.text("none")]);
     assert!(code == Some(2) && error.contains("name the root of an installed driver"), "{error}");
+
+    place.write("config.yaml", b"version: 1\ngpuz: 1\n");
+    for args in [&["rootfs", &fits][..], &["node"], &["list"]] {
+        let (code, _, error) = place.check(args);
+        assert!(code == Some(2) && error.contains("gpuz"), "{args:?}: {error}");
+    }
 }
 
 /// Id, what, where, why, what to do: in both forms.
@@ -137,7 +143,7 @@ fn both_forms_tell_all_of_every_finding() {
 fn a_matrix_tells_of_each_image_against_each_driver_and_of_those_that_cannot_be_read() {
     let place = Place::new().with_glibc();
     let (code, _, error) = place.check(&["matrix"]);
-    assert!(code == Some(2) && error.contains("--list, --running or --seen"), "{error}");
+    assert!(code == Some(2) && error.contains("--list <FILE>|--running|--seen"), "{error}");
 
     fs::create_dir_all(place.at("none")).unwrap();
     let (fits, none, gone) = (place.text("fits"), place.text("none"), place.text("gone.tar"));

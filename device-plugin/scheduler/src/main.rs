@@ -37,11 +37,7 @@ use tokio::{
 use tokio_rustls::rustls::crypto::ring;
 use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
-use vcuda_config::in_one_line;
-
-/// Exit codes, as `--help` lists them. 2 is clap's.
-const FAILED: u8 = 1;
-const LEASE_LOST: u8 = 3;
+use vcuda_config::{Exit, in_one_line};
 
 const HELP: &str = "\
 kube-scheduler calls it as an extender, for pods that ask for GPU shares: it says which nodes have GPUs with room,
@@ -50,17 +46,20 @@ which suit best, and binds the pod to a node and its GPUs at once. config/deploy
 It serves in one of two ways:
   beside kube-scheduler  in the same pod, over HTTP on loopback, with --leader-elect=false: kube-scheduler elects a
                          leader among its replicas, and each asks the extender beside it. This is the usual way.
-  as a Service           over HTTPS, with a leader of its own; replicas that do not lead are not ready.
+  as a Service           over HTTPS, with a leader of its own; replicas that do not lead are not ready.";
 
-Exit codes:
-  0  stopped by SIGTERM, SIGINT or SIGHUP
-  1  something failed that a restart may heal
-  2  wrong arguments
-  3  the lease was lost: another replica may lead";
+fn help() -> String {
+    let codes = Exit::help(
+        "stopped by SIGTERM, SIGINT or SIGHUP",
+        "something failed that a restart may heal",
+        &[Exit::LeaseLost],
+    );
+    format!("{HELP}\n\n{codes}")
+}
 
 /// Scheduler extender for GPU shares.
 #[derive(Debug, Parser)]
-#[command(name = "vcuda-scheduler", version, after_help = HELP)]
+#[command(name = "vcuda-scheduler", version, after_help = help())]
 struct Arguments {
     /// How to reach the API server. Without it: $KUBECONFIG, ~/.kube/config, or the pod's service account.
     #[arg(long, value_name = "FILE")]
@@ -159,10 +158,10 @@ fn main() -> ExitCode {
             info!("stopped");
             ExitCode::SUCCESS
         }
-        Ok(End::LeaseLost) => ExitCode::from(LEASE_LOST),
+        Ok(End::LeaseLost) => Exit::LeaseLost.into(),
         Err(error) => {
             error!("{}", in_one_line(error.as_ref()));
-            ExitCode::from(FAILED)
+            Exit::No.into()
         }
     }
 }

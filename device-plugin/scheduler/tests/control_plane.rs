@@ -315,7 +315,7 @@ async fn a_standby_answers_only_once_the_leader_is_gone_and_knows_what_it_bound(
         leases.replace("vcuda-scheduler", &PostParams::default(), &lease).await.is_ok()
     };
     wait("the lease is taken over", taken_over).await?;
-    assert_eq!(first.process().ended().await?, Some(3));
+    assert_eq!(first.process().ended().await?, Some(12));
     assert!(first.log().contains("it is held by somebody else"), "{}", first.log());
     Ok(())
 }

@@ -24,7 +24,7 @@ use oci_hooks::{
     state::Container,
 };
 use rustix::fs::Mode;
-use vcuda_config::{NodeFile, Paths, annotation};
+use vcuda_config::{Exit, NodeFile, Paths, annotation};
 
 /// A hook takes milliseconds. One that hangs, on a volume whose server is gone, would keep the container in
 /// creation without a word to anyone.
@@ -36,18 +36,16 @@ const EACH_LOOK: Duration = Duration::from_millis(500);
 /// When the guard began, and with which container: it has a limit of its own.
 static GUARD: OnceLock<(Instant, String)> = OnceLock::new();
 
-/// The container must not start.
-const REFUSED: u8 = 1;
-/// The arguments make no sense.
-const USAGE: u8 = 2;
+/// What the help says of exit codes.
+fn codes() -> String {
+    let no = "it must not start, and the one line on standard error says why and what to do";
+    Exit::help("the container may go on", no, &[])
+}
 
 /// Prepares and guards a container with a GPU share. Started by an OCI runtime as a createContainer hook, as the
 /// CDI specification of tencent.com/vcuda says; the container's state (OCI runtime spec) is on standard input.
-///
-/// Exit codes: 0 the container may go on; 1 it must not start, and the one line on standard error says why and
-/// what to do; 2 the arguments make no sense.
 #[derive(Parser)]
-#[command(name = "vcuda-hook", version, verbatim_doc_comment)]
+#[command(name = "vcuda-hook", version, verbatim_doc_comment, after_help = codes())]
 struct Cli {
     #[command(subcommand)]
     hook: Hook,
@@ -103,7 +101,7 @@ fn main() -> ExitCode {
             let text = error.to_string();
             let paragraph = text.lines().map(str::trim).take_while(|line| !line.is_empty());
             say(&paragraph.collect::<Vec<_>>().join(" "));
-            return ExitCode::from(USAGE);
+            return Exit::Usage.into();
         }
     };
     limit_time();
@@ -182,7 +180,7 @@ fn limit_time() {
             }
         };
         say(&late);
-        std::process::exit(i32::from(REFUSED));
+        std::process::exit(Exit::No as i32);
     };
     // Where no thread can be had, the hook runs without a limit: the runtime and kubelet have their own.
     let _ = thread::Builder::new().name("time limit".into()).spawn(watch);
@@ -190,7 +188,7 @@ fn limit_time() {
 
 fn refuse(sentence: &str) -> ExitCode {
     say(sentence);
-    ExitCode::from(REFUSED)
+    Exit::No.into()
 }
 
 /// One line on standard error, whatever is in it. A closed one is no reason to panic.

@@ -3,19 +3,19 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use oci_hooks::compat::start::Command;
-use vcuda_config::NodeFile;
+use vcuda_config::{Exit, NodeFile};
 
-const EXIT_CODES: &str = "\
-Exit codes:
-  0  it fits
-  1  it does not
-  2  it could not be told, or the arguments make no sense; standard error or the report says why";
+/// What the help says of exit codes.
+fn codes() -> String {
+    let open = "it could not be told, or the arguments are wrong; standard error or the report says why";
+    Exit::help_of_check("it fits", "it does not", open)
+}
 
 /// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
 #[derive(Parser)]
-#[command(name = "vcuda-check", version, after_help = EXIT_CODES)]
+#[command(name = "vcuda-check", version, after_help = codes())]
 pub(super) struct Cli {
     #[command(subcommand)]
     pub(super) what: What,
@@ -24,7 +24,7 @@ pub(super) struct Cli {
 #[derive(Subcommand)]
 pub(super) enum What {
     /// Check a root folder: an unpacked image, a chroot.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes())]
     Rootfs {
         /// The folder.
         dir: PathBuf,
@@ -37,7 +37,7 @@ pub(super) enum What {
     },
     /// Check an image in a file, as `docker save`, `ctr image export` or `skopeo copy` write it. Needs no root and
     /// unpacks nothing; its layers may be compressed, the file as a whole may not.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes())]
     Image {
         /// The file.
         file: PathBuf,
@@ -47,7 +47,7 @@ pub(super) enum What {
         common: Common,
     },
     /// Check a container that runs on this node, by its ID or the beginning of it.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes())]
     Container {
         /// The ID.
         id: String,
@@ -59,7 +59,7 @@ pub(super) enum What {
         common: Common,
     },
     /// Check this node: driver, containerd's settings, what is installed.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes())]
     Node {
         /// containerd's program, which is asked for its settings.
         #[arg(long, value_name = "FILE", default_value = "containerd")]
@@ -75,7 +75,7 @@ pub(super) enum What {
         common: Common,
     },
     /// List the images with shares that this node has seen, and how they fared.
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = codes())]
     List {
         /// Write metrics, as node_exporter's textfile collector reads them.
         #[arg(long, conflicts_with = "output")]
@@ -84,7 +84,10 @@ pub(super) enum What {
         common: Common,
     },
     /// Check many images against many drivers: which workloads a new driver would break.
-    #[command(after_help = EXIT_CODES)]
+    #[command(
+        after_help = codes(),
+        group = ArgGroup::new("images").required(true).multiple(true).args(["list", "running", "seen"])
+    )]
     Matrix {
         /// A file with one root folder or image file a line; # begins a comment.
         #[arg(long, value_name = "FILE")]

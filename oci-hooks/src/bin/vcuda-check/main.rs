@@ -13,7 +13,7 @@ use std::{
     process::ExitCode,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use arguments::{Cli, Containerd, Output, What};
 use clap::Parser;
 use ledger::{Inventory, ShareState, Shares};
@@ -34,17 +34,17 @@ use oci_hooks::{
 };
 use progress::progress;
 use serde::Serialize;
-use vcuda_config::{NodeFile, in_one_line};
+use vcuda_config::{Exit, NodeFile, in_one_line};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(&cli.what) {
-        Ok(Verdict::Fits) => ExitCode::SUCCESS,
-        Ok(Verdict::DoesNotFit) => ExitCode::from(1),
-        Ok(Verdict::Unknown) => ExitCode::from(2),
+        Ok(Verdict::Fits) => Exit::Done.into(),
+        Ok(Verdict::DoesNotFit) => Exit::No.into(),
+        Ok(Verdict::Unknown) => Exit::Usage.into(),
         Err(error) => {
             eprintln!("vcuda-check: {}", in_one_line(error.as_ref()));
-            ExitCode::from(2)
+            Exit::Usage.into()
         }
     }
 }
@@ -99,9 +99,6 @@ fn run(what: &What) -> Result<Verdict> {
                 let of = |driver: &PathBuf| node(&file, shim.as_deref(), Some(driver), gpu);
                 driver.iter().map(of).collect::<Result<_>>()?
             };
-            if list.is_none() && !running && !seen {
-                bail!("nothing to check; give --list, --running or --seen");
-            }
             let scans = Scans::below(&file.paths.state);
             let running = running.then_some((&file, containerd));
             let mut rows = matrix(list.as_deref(), running, &nodes, &scans)?;
