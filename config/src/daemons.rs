@@ -3,11 +3,12 @@
 //! is asked, so one that hangs keeps nobody waiting.
 
 use std::{
-    fs::{File, OpenOptions},
-    io::{self, Read},
+    fs::{self, File, OpenOptions},
+    io::{self, Read, Write},
     os::unix::fs::OpenOptionsExt,
-    path::Path,
-    time::SystemTime,
+    path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant, SystemTime},
 };
 
 use rustix::{
@@ -15,11 +16,89 @@ use rustix::{
     io::Errno,
     process::{Pid, test_kill_process},
 };
+use thiserror::Error;
 
 use crate::Paths;
 
 /// Bytes of the NRI plugin's word that are read; it is a name, a version and a number.
 const MAX_WORD_BYTES: u64 = 4096;
+
+/// How long a new daemon waits for one that is on its way out, or for whoever looks whether one runs: see [`is_held`].
+const HANDOVER: Duration = Duration::from_millis(1500);
+
+/// Pause between two attempts to take a lock.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A daemon's hold on its node, until it is dropped or the process ends.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// Why a daemon has no hold on its node.
+#[derive(Debug, Error)]
+pub enum LockError {
+    /// Another one has it.
+    #[error("{lock} is held{}", holder.map(|process| format!(" by process {process}")).unwrap_or_default())]
+    Held {
+        /// The lock.
+        lock: PathBuf,
+        /// Its holder's process ID, as it sees itself, where it is known.
+        holder: Option<u32>,
+    },
+    /// The lock cannot be taken.
+    #[error("{path}: {source}")]
+    Unusable {
+        /// File or folder.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Lock {
+    /// Takes the lock `path`, and its folder where there is none. Waits up to 1.5 s for another holder to let go of it.
+    ///
+    /// # Errors
+    ///
+    /// Another process holds it all that time, or the file or its folder cannot be used.
+    pub fn take(path: &Path) -> Result<Self, LockError> {
+        let unusable = |path: &Path, source| LockError::Unusable { path: path.into(), source };
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(|source| unusable(folder, source))?;
+        }
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(|source| unusable(path, source))?;
+        let until = Instant::now() + HANDOVER;
+        loop {
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => break,
+                Err(Errno::WOULDBLOCK) if Instant::now() < until => thread::sleep(PAUSE),
+                Err(Errno::WOULDBLOCK) => {
+                    return Err(LockError::Held { lock: path.into(), holder: process_id(&mut file) });
+                }
+                Err(error) => return Err(unusable(path, error.into())),
+            }
+        }
+        // The number is for people; the lock is what counts.
+        let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
+        written.map_err(|source| unusable(path, source))?;
+        Ok(Self { _file: file })
+    }
+}
+
+fn process_id(file: &mut File) -> Option<u32> {
+    let mut text = String::new();
+    // A number of 32 bits has ten digits.
+    file.take(16).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
 
 /// How the NRI plugin of a node stands.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,7 +144,8 @@ impl NriPlugin {
     }
 }
 
-/// Whether a process holds the lock `path`; where there is no such file, none does.
+/// Whether a process holds the lock `path`; where there is no such file, none does. To see that, it is shared for a moment,
+/// which [`Lock::take`] waits out.
 ///
 /// # Errors
 ///
@@ -112,12 +192,47 @@ mod tests {
     use super::*;
 
     /// Places below a folder, with a daemon's lock held for as long as the file is.
-    fn node() -> (tempfile::TempDir, Paths, File) {
+    fn node() -> (tempfile::TempDir, Paths, Lock) {
         let folder = tempfile::tempdir().unwrap();
         let paths = Paths { run: folder.path().into(), ..Paths::default() };
-        let lock = File::create(paths.nri_plugin_lock()).unwrap();
-        flock(&lock, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let lock = Lock::take(&paths.nri_plugin_lock()).unwrap();
         (folder, paths, lock)
+    }
+
+    #[test]
+    fn a_second_instance_is_told_of_the_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("vcuda/device-plugin.lock");
+        assert!(!is_held(&path).unwrap());
+        let lock = Lock::take(&path).unwrap();
+        let me = std::process::id();
+        let error = Lock::take(&path).unwrap_err();
+        assert!(matches!(&error, LockError::Held { lock, holder } if *lock == path && *holder == Some(me)));
+        assert_eq!(error.to_string(), format!("{} is held by process {me}", path.display()));
+        assert!(is_held(&path).unwrap());
+        drop(lock);
+        assert!(!is_held(&path).unwrap());
+        drop(Lock::take(&path).unwrap());
+
+        let below_a_file = path.join("lock");
+        let error = Lock::take(&below_a_file).unwrap_err();
+        assert!(error.to_string().starts_with(path.to_str().unwrap()), "{error}");
+    }
+
+    #[test]
+    fn who_looks_whether_a_daemon_runs_keeps_none_from_starting() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        drop(Lock::take(&path).unwrap());
+        // In the midst of a look.
+        let look = File::open(&path).unwrap();
+        flock(&look, FlockOperation::NonBlockingLockShared).unwrap();
+        thread::scope(|scope| {
+            let daemon = scope.spawn(|| Lock::take(&path));
+            thread::sleep(PAUSE);
+            drop(look);
+            daemon.join().unwrap().unwrap();
+        });
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::{io, path::PathBuf};
 
 use rustix::process::geteuid;
 use thiserror::Error;
-use vcuda_config::{Exit, NodeFileError};
+use vcuda_config::{Exit, NodeFileError, daemons::LockError};
 
 use crate::{migrate::CheckpointError, set::SetError, status::StatusError};
 
@@ -21,15 +21,8 @@ pub enum Fatal {
     #[error("no GPU to offer: {0}")]
     NoGpu(String),
     /// Another device plugin runs on this node.
-    #[error(
-        "another vcuda-device-plugin runs on this node (process {pid} holds {lock}); stop it first, one node has one"
-    )]
-    SecondInstance {
-        /// The lock.
-        lock: PathBuf,
-        /// Its holder.
-        pid: String,
-    },
+    #[error("another vcuda-device-plugin runs on this node: {0}; stop it first, one node has one")]
+    SecondInstance(LockError),
     /// A folder that must be written cannot be.
     #[error("{path} cannot be written: {source}; {}", writable(source.kind(), geteuid().is_root(), key))]
     Unwritable {
@@ -76,8 +69,17 @@ impl Fatal {
             Self::Config(_) => Exit::NodeFile,
             Self::NoDriver(_) => Exit::NoDriver,
             Self::NoGpu(_) => Exit::NoGpu,
-            Self::SecondInstance { .. } => Exit::AlreadyRuns,
+            Self::SecondInstance(_) => Exit::AlreadyRuns,
             Self::Unwritable { .. } => Exit::Unwritable,
+        }
+    }
+}
+
+impl From<LockError> for Fatal {
+    fn from(error: LockError) -> Self {
+        match error {
+            LockError::Unusable { path, source } => Self::Unwritable { key: "paths.run", path, source },
+            held @ LockError::Held { .. } => Self::SecondInstance(held),
         }
     }
 }

@@ -17,7 +17,6 @@ pub mod health;
 mod holders;
 mod keeper;
 pub mod kubelet;
-mod lock;
 pub mod meter;
 mod metrics;
 pub mod migrate;

@@ -9,7 +9,7 @@ use tokio::{
     time,
 };
 use tracing::info;
-use vcuda_config::NodeFile;
+use vcuda_config::{NodeFile, daemons::Lock};
 
 use crate::{
     cdi,
@@ -19,7 +19,6 @@ use crate::{
     folder, governor,
     keeper::{Keeper, check_writable},
     kubelet::{Context, EnsureCdi, Session},
-    lock::Lock,
     meter::Meter,
     metrics,
     nvml::Surveyor,
@@ -49,7 +48,7 @@ pub async fn run(
     mut stop: watch::Receiver<bool>,
 ) -> Result<(), Fatal> {
     let paths = file.paths.clone();
-    let _lock = Lock::take(&paths)?;
+    let _lock = Lock::take(&paths.device_plugin_lock())?;
     // The ledger makes the folder of shares the same way; made now, it can be watched from the start.
     check_writable("paths.state", &paths.shares(), 0o700)?;
     check_writable("paths.state", &paths.state, 0o700)?;

@@ -13,7 +13,11 @@ use nri_plugin::{
     session::SessionError,
 };
 use tokio::signal::unix::{SignalKind, signal};
-use vcuda_config::{Exit, NodeFile, NodeFileError, daemons::NriPlugin, in_one_line};
+use vcuda_config::{
+    Exit, NodeFile, NodeFileError,
+    daemons::{LockError, NriPlugin},
+    in_one_line,
+};
 
 /// How long a thread that bound a share waits for the next one.
 const WORKER_STAYS: Duration = Duration::from_secs(24 * 60 * 60);
@@ -134,7 +138,7 @@ fn exit(error: &anyhow::Error) -> Exit {
         return Exit::NodeFile;
     }
     match error.downcast_ref() {
-        Some(NodeError::AlreadyRunning { .. }) => Exit::AlreadyRuns,
+        Some(NodeError::Lock(LockError::Held { .. })) => Exit::AlreadyRuns,
         Some(NodeError::Config(_)) => Exit::NodeFile,
         _ => Exit::No,
     }

@@ -2,24 +2,19 @@
 //! is ready.
 
 use std::{
-    fs::{self, File, OpenOptions},
-    io::{self, Read, Write},
-    os::unix::fs::OpenOptionsExt,
+    fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    thread,
-    time::{Duration, Instant},
 };
 
 use ledger::LedgerError;
-use rustix::fs::FlockOperation;
 use thiserror::Error;
-use vcuda_config::{NodeFile, NodeFileError, Paths};
+use vcuda_config::{
+    NodeFile, NodeFileError,
+    daemons::{Lock, LockError},
+};
 
 use crate::binding::Binder;
-
-/// How long a new plugin waits for an old one that is on its way out.
-const HANDOVER: Duration = Duration::from_millis(1500);
 
 /// The running plugin's hold on its node.
 #[derive(Debug)]
@@ -27,7 +22,7 @@ pub struct Node {
     binder: Arc<Binder>,
     ready: PathBuf,
     /// Held until the process ends.
-    _lock: File,
+    _lock: Lock,
 }
 
 /// Why the plugin cannot run on this node.
@@ -36,34 +31,27 @@ pub enum NodeError {
     /// The node file cannot be used.
     #[error(transparent)]
     Config(#[from] NodeFileError),
-    /// Another plugin runs.
-    #[error(
-        "vcuda-nri-plugin already runs on this node{holder} and holds {lock}; stop it first, or leave it and do not \
-         start this one"
-    )]
-    AlreadyRunning {
-        /// ` (process n)`, where it is known.
-        holder: String,
-        /// The lock file.
-        lock: PathBuf,
-    },
-    /// The lock cannot be taken.
-    #[error("{path}: {source}; the plugin runs as root and needs this folder")]
-    Run {
-        /// File or folder.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    /// Another plugin runs, or it cannot be told.
+    #[error("{}", unlocked(.0))]
+    Lock(#[from] LockError),
     /// The ledger cannot be opened.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
 }
 
+fn unlocked(error: &LockError) -> String {
+    match error {
+        LockError::Held { .. } => format!(
+            "vcuda-nri-plugin already runs on this node: {error}; stop it first, or leave it and do not start this one"
+        ),
+        LockError::Unusable { .. } => format!("{error}; the plugin runs as root and needs this folder"),
+    }
+}
+
 impl Node {
     /// Takes hold of the node that `file` describes.
     pub fn start(file: &NodeFile) -> Result<Self, NodeError> {
-        let lock = lock(&file.paths)?;
+        let lock = Lock::take(&file.paths.nri_plugin_lock())?;
         // What a killed predecessor left.
         let ready = file.paths.nri_plugin_ready();
         show_ready(&ready, None);
@@ -99,42 +87,4 @@ impl Drop for Node {
     fn drop(&mut self) {
         self.set_ready(None);
     }
-}
-
-fn lock(paths: &Paths) -> Result<File, NodeError> {
-    let path = paths.nri_plugin_lock();
-    let failed = |path: &Path, source| NodeError::Run { path: path.into(), source };
-    fs::create_dir_all(&paths.run).map_err(|source| failed(&paths.run, source))?;
-    let mut options = OpenOptions::new();
-    let mut file = options
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(&path)
-        .map_err(|source| failed(&path, source))?;
-    let until = Instant::now() + HANDOVER;
-    loop {
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => break,
-            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < until => {
-                thread::sleep(Duration::from_millis(50))
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut pid = String::new();
-                let _ = (&mut file).take(16).read_to_string(&mut pid);
-                let holder = match pid.trim() {
-                    "" => String::new(),
-                    pid => format!(" (process {pid})"),
-                };
-                return Err(NodeError::AlreadyRunning { holder, lock: path });
-            }
-            Err(source) => return Err(failed(&path, source.into())),
-        }
-    }
-    // The number is for people; the lock is what counts.
-    let written = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
-    written.map_err(|source| failed(&path, source))?;
-    Ok(file)
 }

@@ -19,7 +19,10 @@ use tokio::{
     net::{UnixListener, UnixStream},
     sync::{Semaphore, oneshot},
 };
-use vcuda_config::{annotation, daemons::NriPlugin};
+use vcuda_config::{
+    annotation,
+    daemons::{LockError, NriPlugin},
+};
 
 fn identity() -> Identity {
     Identity { name: "vcuda".into(), index: "90".into() }
@@ -295,7 +298,7 @@ fn a_second_plugin_on_the_node_says_who_runs_already() {
     let node = TestNode::new();
     let first = node.start();
     let error = Node::start(&node.file).unwrap_err();
-    assert!(matches!(error, NodeError::AlreadyRunning { .. }));
+    assert!(matches!(error, NodeError::Lock(LockError::Held { .. })));
     let text = error.to_string();
     assert!(text.contains(&format!("process {}", std::process::id())) && text.contains("stop it"), "{text}");
     drop(first);
