@@ -59,6 +59,8 @@ struct Ours {
     old_sandboxes: HashSet<String>,
     /// Shares that the runtime's last list left open, see [`ledger::Pruned::unseen`].
     unseen: Vec<ShareName>,
+    /// See [`Binder::is_behind`].
+    behind: bool,
 }
 
 /// A share that was bound, and what its container gets.
@@ -189,7 +191,7 @@ impl Binder {
 
     /// Notes that a container has ended. Its share stays with its pod.
     pub fn container_ended(&self, id: &str) -> Result<(), LedgerError> {
-        if let Some(share) = self.ledger.mark_stopped(id)? {
+        if let Some(share) = self.noted(self.ledger.mark_stopped(id))? {
             tracing::info!(%share, "container ended; the share stays with its pod");
         }
         self.ours().containers.remove(id);
@@ -198,7 +200,7 @@ impl Binder {
 
     /// Releases what belongs to a pod whose sandbox has ended.
     pub fn sandbox_ended(&self, id: &str, end: SandboxEnd) -> Result<(), LedgerError> {
-        let released = self.ledger.end_sandbox(id, end)?;
+        let released = self.noted(self.ledger.end_sandbox(id, end))?;
         for share in &released {
             tracing::info!(%share, "pod ended; share released");
         }
@@ -206,6 +208,23 @@ impl Binder {
             self.ours().sandboxes.remove(id);
         }
         Ok(())
+    }
+
+    /// Whether the ledger lacks something that the runtime has told of, as after an error of the disk: it tells of an end
+    /// only once, so its list is to be asked for.
+    pub fn is_behind(&self) -> bool {
+        self.ours().behind
+    }
+
+    pub(crate) fn set_behind(&self, behind: bool) {
+        self.ours().behind = behind;
+    }
+
+    pub(crate) fn noted<T>(&self, done: Result<T, LedgerError>) -> Result<T, LedgerError> {
+        if done.is_err() {
+            self.set_behind(true);
+        }
+        done
     }
 
     /// The node's GPUs, as the device plugin last wrote them down in this boot.
@@ -265,24 +284,19 @@ impl Binder {
 
     /// Shares that may have been left by pods whose end nobody told, with no container running: of old sandboxes, and
     /// of an earlier boot, whose sandboxes the runtime has long forgotten when a pod goes before all its containers are
-    /// back.
+    /// back. And those that cannot be read, beside which nothing is bound.
     pub fn doubtful(&self) -> Result<Vec<ShareName>, LedgerError> {
         let Ours { old_sandboxes, unseen, .. } = self.ours().clone();
-        if old_sandboxes.is_empty() {
-            return Ok(Vec::new());
-        }
         let doubtful = |name: &ShareName, record: &ShareRecord| {
             let of_earlier_boot = record.boot_id != self.ledger.boot_id();
             of_earlier_boot
                 || (record.state == ShareState::Stopped || unseen.contains(name))
                     && old_sandboxes.contains(&record.pod.sandbox_id)
         };
-        let records = self.ledger.shares()?.records;
-        Ok(records
-            .into_iter()
-            .filter(|(name, record)| doubtful(name, record))
-            .map(|(name, _)| name)
-            .collect())
+        let shares = self.ledger.shares()?;
+        let records = shares.records.into_iter().filter(|(name, record)| doubtful(name, record));
+        let unreadable = shares.unreadable.into_iter().map(|share| share.name);
+        Ok(records.map(|(name, _)| name).chain(unreadable).collect())
     }
 
     fn ours(&self) -> MutexGuard<'_, Ours> {

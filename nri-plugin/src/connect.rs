@@ -14,6 +14,7 @@ use std::{
 };
 
 use futures::FutureExt;
+use ledger::LedgerError;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
 use thiserror::Error;
 use tokio::{
@@ -284,27 +285,28 @@ async fn see_list_once(identity: &Identity, node: &Arc<Node>, service: &Service)
 }
 
 /// Once containerd has been restarted it does not tell of the end of pods from before. So while there are shares that
-/// such pods may have left, its list is asked for, in a short session beside the one in service.
+/// such pods may have left, or it has told what could not be noted, its list is asked for, in a short session beside the
+/// one in service.
 async fn look_for_left_shares(identity: &Identity, node: &Arc<Node>) -> Result<(), SessionError> {
     let mut backoff = Backoff::new(LOOKS.0, LOOKS.1);
-    let mut doubtful = Vec::new();
+    let mut before = (Vec::new(), false);
     loop {
         sleep(backoff.pause()).await;
         let binder = Arc::clone(node.binder());
-        let found = match spawn_blocking(move || binder.doubtful()).await {
+        let found = match spawn_blocking(move || Ok((binder.doubtful()?, binder.is_behind()))).await {
             Ok(Ok(found)) => found,
-            Ok(Err(error)) => {
+            Ok(Err::<_, LedgerError>(error)) => {
                 tracing::error!(%error, "cannot look for shares that pods left");
                 continue;
             }
             Err(_) => continue,
         };
         // The same ones again are most likely of containers that wait for their restart.
-        if found != doubtful {
+        if found != before {
             backoff.reset();
         }
-        doubtful = found;
-        if doubtful.is_empty() {
+        let (doubtful, behind) = &found;
+        if doubtful.is_empty() && !behind {
             backoff.reset();
         } else if let Err(error) = ask_for_list(identity, node).await {
             tracing::warn!(
@@ -313,6 +315,7 @@ async fn look_for_left_shares(identity: &Identity, node: &Arc<Node>) -> Result<(
                 "shares that pods may have left stay until the next look"
             );
         }
+        before = found;
     }
 }
 

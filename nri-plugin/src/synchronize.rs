@@ -62,7 +62,14 @@ impl Census {
             }
         }
         let containers = self.containers.iter().map(|(id, _)| id.clone()).collect();
-        Live { taken_at: self.taken_at, pods, containers, complete: self.complete }
+        let share =
+            |container: &Container| ShareName::new(&self.pod_of(container)?.uid, &container.name).ok();
+        let granted = self.granted.iter().filter_map(share).collect();
+        Live { taken_at: self.taken_at, pods, containers, granted, complete: self.complete }
+    }
+
+    fn pod_of(&self, container: &Container) -> Option<&PodSandbox> {
+        self.pods.iter().find(|pod| pod.id == container.pod_sandbox_id)
     }
 }
 
@@ -84,7 +91,17 @@ fn lists_while_nothing_is_created(runtime: &str) -> bool {
 impl Binder {
     /// Brings the ledger in line with the runtime's list: releases shares of pods that are gone, takes containers
     /// back in that run with a share and have no record, and says which run or wait without one.
+    ///
+    /// # Errors
+    ///
+    /// Something of it could not be done; all else was. See [`Binder::is_behind`].
     pub fn synchronize(&self, census: &Census) -> Result<(), LedgerError> {
+        // Before anything is done: what fails meanwhile, in another call, is behind this list.
+        self.set_behind(false);
+        self.noted(self.follow(census))
+    }
+
+    fn follow(&self, census: &Census) -> Result<(), LedgerError> {
         let pruned = self.ledger().prune(&census.live())?;
         for share in &pruned.released {
             tracing::info!(%share, "its pod ended while nobody looked; share released");
@@ -94,9 +111,7 @@ impl Binder {
         }
         let shares = self.ledger().shares()?;
         for container in &census.granted {
-            let Some(pod) = census.pods.iter().find(|pod| pod.id == container.pod_sandbox_id) else {
-                continue;
-            };
+            let Some(pod) = census.pod_of(container) else { continue };
             if !container.annotations.contains_key(annotation::SHARE) {
                 tracing::warn!(
                     pod = %format_args!("{}/{}", pod.namespace, pod.name),
@@ -111,7 +126,8 @@ impl Binder {
                 self.take_back(pod, container);
             }
         }
-        self.reload(pruned.unseen)
+        self.reload(pruned.unseen)?;
+        pruned.failed.into_iter().next().map_or(Ok(()), Err)
     }
 
     fn take_back(&self, pod: &PodSandbox, container: &Container) {

@@ -257,6 +257,43 @@ async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
     plugin.await.unwrap().unwrap();
 }
 
+/// As on a full disk. containerd tells of an end once.
+#[tokio::test]
+async fn an_end_that_could_not_be_noted_is_noted_from_the_list() {
+    let node = TestNode::new();
+    let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
+    let (stop, stopped) = oneshot::channel::<()>();
+    let way = Way::external(&node.file, node.start());
+    let plugin = tokio::spawn(way.go(async move {
+        let _ = stopped.await;
+    }));
+    let (trunk, _) = listener.accept().await.unwrap();
+    let mut runtime = FakeRuntime::start(trunk).await;
+    runtime.admit().await;
+    runtime.create(&pod(1), granted(&pod(1), "main", 1, 20, 4)).await.unwrap();
+    // Where a record is written before it gets its name.
+    let full = node.file.paths.shares().join("uid-1_main/.share.json.new");
+    fs::create_dir(&full).unwrap();
+    runtime.plugin.stop_container(soon(), &request(&pod(1), container(&pod(1), "main", 1))).await.unwrap();
+    fs::remove_dir(&full).unwrap();
+
+    let asked = tokio::time::timeout(Duration::from_secs(60), listener.accept());
+    let (trunk, _) = asked.await.expect("the list is asked for").unwrap();
+    let mut asking = FakeRuntime::start(trunk).await;
+    assert_eq!(asking.registered.recv().await.unwrap().plugin_name, "vcuda-list");
+    let configure = ConfigureRequest {
+        runtime_name: "containerd".into(),
+        runtime_version: "v2.1.9".into(),
+        ..ConfigureRequest::default()
+    };
+    asking.plugin.configure(soon(), &configure).await.unwrap();
+    let list = SynchronizeRequest { pods: vec![pod(1)], ..SynchronizeRequest::default() };
+    asking.plugin.synchronize(soon(), &list).await.unwrap();
+    assert_eq!(node.shares().records.into_values().next().unwrap().state, ShareState::Stopped);
+    stop.send(()).unwrap();
+    plugin.await.unwrap().unwrap();
+}
+
 /// Kubelet hands an init container's devices on, so its share has to give way, also when nobody heard its end.
 #[tokio::test]
 async fn an_init_container_that_ended_while_the_plugin_was_away_gives_way_where_the_list_is_complete() {

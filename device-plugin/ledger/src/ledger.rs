@@ -77,6 +77,8 @@ pub struct Live {
     pub pods: BTreeMap<String, PodLife>,
     /// IDs of containers that are created or run.
     pub containers: BTreeSet<String>,
+    /// Names of the shares that those of them would have that were granted one, whatever is on record.
+    pub granted: BTreeSet<ShareName>,
     /// Whether no container was being created while the list was made. Otherwise one may be missing that was bound
     /// just before.
     pub complete: bool,
@@ -101,14 +103,16 @@ pub enum SandboxEnd {
 }
 
 /// What [`Ledger::prune`] did.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct Pruned {
-    /// Shares of pods that are gone: released.
+    /// Shares of pods that are gone, and unreadable ones of which no container runs: released.
     pub released: Vec<ShareName>,
     /// Shares whose container has ended, of pods that are not gone: kept, marked stopped.
     pub stopped: Vec<ShareName>,
     /// Shares whose container is not listed, but so young that it may be on its way: left as they were.
     pub unseen: Vec<ShareName>,
+    /// What could not be done, as on a full disk. All else was.
+    pub failed: Vec<LedgerError>,
 }
 
 /// Why the ledger could not be read or changed.
@@ -252,12 +256,7 @@ impl Ledger {
         let made = fill(&record, &fresh)
             .and_then(|()| fs::write(fresh.why(), placement.explain(kept)))
             .and_then(|()| record.store(&fresh));
-        if let Err(source) = made {
-            let path = fresh.path().to_path_buf();
-            // The folder is cleared away at the next start if that fails, too.
-            let _ = room::remove_share(&path);
-            return Err(BindError::Fill { path, source });
-        }
+        made.map_err(|source| not_made(&fresh, source))?;
         for other in &gave_way {
             self.remove(other)?;
         }
@@ -282,9 +281,8 @@ impl Ledger {
         let taken = timetable::taken(self.shares()?.records.values());
         timetable::give(record.kind, &mut record.gpus, &[], &taken);
         let fresh = self.work_folder(&name, "new")?;
-        fill(&record, &fresh)
-            .and_then(|()| record.store(&fresh))
-            .map_err(|source| BindError::Fill { path: fresh.path().into(), source })?;
+        let made = fill(&record, &fresh).and_then(|()| record.store(&fresh));
+        made.map_err(|source| not_made(&fresh, source))?;
         self.put(&fresh, &ShareFolder::new(&self.folder, &name))?;
         Ok(true)
     }
@@ -322,21 +320,25 @@ impl Ledger {
     /// Releases the shares of the pod whose sandbox has ended. After a reboot kubelet stops the sandboxes of the
     /// earlier boot and makes new ones for the same pods, so a share bound in an earlier boot stays until its
     /// sandbox is removed.
+    ///
+    /// # Errors
+    ///
+    /// The first, after all was released that could be.
     pub fn end_sandbox(&self, sandbox_id: &str, end: SandboxEnd) -> Result<Vec<ShareName>, LedgerError> {
         let _lock = self.lock()?;
-        let mut released = Vec::new();
+        let (mut released, mut failed) = (Vec::new(), None);
         for (name, record) in self.shares()?.records {
             if record.pod.sandbox_id != sandbox_id {
                 continue;
             }
-            if end == SandboxEnd::Removed || record.boot_id == self.boot_id {
-                self.remove(&name)?;
-                released.push(name);
+            let done = if end == SandboxEnd::Removed || record.boot_id == self.boot_id {
+                self.remove(&name).map(|_| released.push(name))
             } else {
-                self.set_stopped(&name, record)?;
-            }
+                self.set_stopped(&name, record)
+            };
+            failed = failed.or(done.err());
         }
-        Ok(released)
+        failed.map_or(Ok(released), Err)
     }
 
     /// Releases one share, whatever state it is in; false when there is none of this name.
@@ -345,16 +347,23 @@ impl Ledger {
         self.remove(name)
     }
 
-    /// Brings the ledger in line with what the runtime lists: releases shares of pods that are gone, readable or
-    /// not, and marks those stopped whose container is gone.
+    /// Brings the ledger in line with what the runtime lists: releases shares of pods that are gone, and marks those stopped
+    /// whose container is gone. A share that cannot be read holds nobody knows what, and nothing where none of its
+    /// containers is there: then it is released, too, and its container bound anew when it is back.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be read. What could not be done of single shares is in [`Pruned::failed`].
     pub fn prune(&self, live: &Live) -> Result<Pruned, LedgerError> {
         let _lock = self.lock()?;
         let shares = self.shares()?;
         let mut pruned = Pruned::default();
-        for unreadable in shares.unreadable {
-            if !live.pods.contains_key(unreadable.name.pod_uid()) {
-                self.remove(&unreadable.name)?;
-                pruned.released.push(unreadable.name);
+        // Of a container that is being created the record was made a moment ago, and can be read.
+        let unreadable = shares.unreadable.into_iter().map(|unreadable| unreadable.name);
+        for name in unreadable.filter(|name| !live.granted.contains(name)) {
+            match self.remove(&name) {
+                Ok(_) => pruned.released.push(name),
+                Err(error) => pruned.failed.push(error),
             }
         }
         for (name, record) in shares.records {
@@ -369,15 +378,19 @@ impl Ledger {
                 Some(PodLife::Up) => false,
             };
             if gone {
-                self.remove(&name)?;
-                pruned.released.push(name);
+                match self.remove(&name) {
+                    Ok(_) => pruned.released.push(name),
+                    Err(error) => pruned.failed.push(error),
+                }
             } else if record.state == ShareState::Running && !live.containers.contains(&record.container.id) {
                 let young = live.taken_at < record.bound_uptime.saturating_add(LISTING_GRACE_MS);
                 if this_boot && young && !live.complete {
                     pruned.unseen.push(name);
                 } else {
-                    self.set_stopped(&name, record)?;
-                    pruned.stopped.push(name);
+                    match self.set_stopped(&name, record) {
+                        Ok(()) => pruned.stopped.push(name),
+                        Err(error) => pruned.failed.push(error),
+                    }
                 }
             }
         }
@@ -505,6 +518,13 @@ impl Ledger {
     fn error(&self, source: io::Error) -> LedgerError {
         LedgerError { path: self.folder.clone(), source }
     }
+}
+
+/// That a share's files could not be made; those that were are taken away.
+fn not_made(fresh: &ShareFolder, source: io::Error) -> BindError {
+    // What cannot be taken away now is at the next start.
+    let _ = room::remove_share(fresh.path());
+    BindError::Fill { path: fresh.path().into(), source }
 }
 
 fn kind(request: &Request) -> ShareKind {

@@ -157,6 +157,81 @@ fn a_container_replaces_its_own_unreadable_record() {
     assert!(ledger.shares().unwrap().unreadable.is_empty());
 }
 
+/// A loss of power may leave several records empty that were written last. Each alone keeps the others' containers from
+/// being bound anew, so without the list none of them would ever start again.
+#[test]
+fn shares_that_a_loss_of_power_left_unreadable_do_not_keep_each_others_pods_from_starting() {
+    let (folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = [1, 2].map(|pod| bind(&ledger, &inventory, &claim(pod, 0, 0, 1, share(40, 4))).unwrap());
+    bound.iter().for_each(|bound| fs::write(bound.folder.record(), "").unwrap());
+    drop(ledger);
+    let ledger = Ledger::open_in_boot(&folder.path().join("shares"), "next boot".into()).unwrap();
+    let error = bind(&ledger, &inventory, &claim(1, 1, 0, 2, share(40, 4))).unwrap_err();
+    assert!(matches!(error, BindError::Unreadable(_)), "{error}");
+
+    // Kubelet has their sandboxes, and no container of them runs.
+    let pods = [("pod-1".to_owned(), PodLife::Ended), ("pod-2".to_owned(), PodLife::Up)];
+    let pruned = ledger.prune(&Live { pods: pods.into(), ..listed() }).unwrap();
+    assert_eq!(pruned.released.len(), 2);
+    bind(&ledger, &inventory, &claim(1, 1, 0, 2, share(40, 4))).unwrap();
+    bind(&ledger, &inventory, &claim(2, 1, 0, 2, share(40, 4))).unwrap();
+    assert_not_overpromised(&ledger.shares().unwrap(), &inventory);
+}
+
+#[test]
+fn an_unreadable_share_stays_as_long_as_its_container_may_run() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(40, 4))).unwrap();
+    fs::write(bound.folder.record(), "").unwrap();
+    let live = Live {
+        pods: [("pod-1".to_owned(), PodLife::Up)].into(),
+        containers: [bound.record.container.id.clone()].into(),
+        granted: [bound.name.clone()].into(),
+        ..listed()
+    };
+    assert!(ledger.prune(&live).unwrap().released.is_empty());
+    assert!(bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(10, 1))).is_err());
+    assert!(ledger.adopt(&bound.record, |_, _| Ok(())).unwrap(), "it is put back as it runs");
+    bind(&ledger, &inventory, &claim(2, 0, 0, 1, share(10, 1))).unwrap();
+}
+
+/// A record cannot be written on a full disk, but a share can always be released: it is a rename.
+#[test]
+fn what_cannot_be_written_keeps_nothing_else_from_being_released() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = [1, 2, 3].map(|pod| bind(&ledger, &inventory, &claim(pod, 0, 0, 1, share(20, 4))).unwrap());
+    // Where the record of the second is written before it gets its name.
+    let full = bound[1].folder.path().join(".share.json.new");
+    fs::create_dir(&full).unwrap();
+    let live = Live { pods: [("pod-2".to_owned(), PodLife::Up)].into(), complete: true, ..listed() };
+    let pruned = ledger.prune(&live).unwrap();
+    assert_eq!(pruned.released, [bound[0].name.clone(), bound[2].name.clone()]);
+    assert!(pruned.stopped.is_empty());
+    assert!(matches!(&pruned.failed[..], [error] if error.to_string().contains("pod-2_c0")));
+
+    fs::remove_dir(&full).unwrap();
+    let pruned = ledger.prune(&live).unwrap();
+    assert!(pruned.failed.is_empty() && pruned.stopped == [bound[1].name.clone()], "{pruned:?}");
+}
+
+#[test]
+fn of_a_sandbox_that_ended_all_is_released_that_can_be() {
+    let (folder, ledger) = open();
+    let inventory = inventory(1);
+    let old = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(20, 4))).unwrap();
+    drop(ledger);
+    let ledger = Ledger::open_in_boot(&folder.path().join("shares"), "next boot".into()).unwrap();
+    bind(&ledger, &inventory, &claim(1, 0, 1, 1, share(20, 4))).unwrap();
+    fs::create_dir(old.folder.path().join(".share.json.new")).unwrap();
+    let error = ledger.end_sandbox("sandbox-1-0", SandboxEnd::Stopped).unwrap_err();
+    assert!(error.to_string().contains("pod-1_c0"), "{error}");
+    let left: Vec<_> = ledger.shares().unwrap().records.into_keys().collect();
+    assert_eq!(left, [old.name]);
+}
+
 #[test]
 fn a_refused_share_leaves_nothing_behind() {
     let (folder, ledger) = open();
@@ -166,6 +241,10 @@ fn a_refused_share_leaves_nothing_behind() {
         .unwrap_err();
     assert!(error.to_string().contains("disk full"), "{error}");
     assert!(bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(10, 41))).is_err());
+    let record = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(10, 1))).unwrap().record;
+    ledger.release(&record.name().unwrap()).unwrap();
+    let error = ledger.adopt(&record, |_, _| Err(io::Error::other("disk full"))).unwrap_err();
+    assert!(error.to_string().contains("disk full"), "{error}");
     assert_eq!(fs::read_dir(folder.path().join("shares")).unwrap().count(), 0);
 }
 
