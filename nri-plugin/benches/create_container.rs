@@ -129,7 +129,7 @@ fn create_container(criterion: &mut Criterion) {
     measure("with a share, over the protocol", &|| node.call(&pod, &sharer), &|| node.end(&pod));
     measure(
         "with a share, binding alone",
-        &|| drop(black_box(node.binder.bind(&pod, &sharer).unwrap())),
+        &|| drop(black_box(node.binder.bind(&pod, &sharer, || true).unwrap())),
         &|| {
             node.end(&pod);
         },

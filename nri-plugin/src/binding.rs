@@ -91,8 +91,14 @@ impl Binder {
         &self.paths
     }
 
-    /// Binds the share of `container`, which has a grant.
-    pub fn bind(&self, pod: &PodSandbox, container: &Container) -> Result<Binding, Refusal> {
+    /// Binds the share of `container`, which has a grant, if it is `wanted` still when its turn has come: kubelet may
+    /// have tried again by then, and the share be that of the next container, or the pod may be gone.
+    pub fn bind(
+        &self,
+        pod: &PodSandbox,
+        container: &Container,
+        wanted: impl Fn() -> bool,
+    ) -> Result<Binding, Refusal> {
         let refuse = |reason: String| Refusal::new(pod, container, reason);
         let granted = Granted::read(pod, container, &self.paths).map_err(refuse)?;
         let claim = claim(pod, container, &granted).map_err(refuse)?;
@@ -107,9 +113,11 @@ impl Binder {
         }
         let mut obstacle = None;
         let fill = |record: &ShareRecord, fresh: &ShareFolder| {
-            // Asked here, where it is known which GPU it would be, and before anything is bound.
-            obstacle = self
-                .misplaced(record, &chosen, &granted, &claim.wishes, &inventory)
+            // Asked here, where it is known which GPU it would be, while nobody else changes anything, and before anything
+            // is bound.
+            obstacle = (!wanted())
+                .then(|| "nobody waits for its share any more".to_owned())
+                .or_else(|| self.misplaced(record, &chosen, &granted, &claim.wishes, &inventory))
                 .or_else(|| adjust::unenforceable(record, fresh, &inventory, &self.paths, container));
             if obstacle.is_some() {
                 return Err(io::ErrorKind::Unsupported.into());
@@ -117,16 +125,20 @@ impl Binder {
             fill(record, fresh)
         };
         let preferred = preferred_gpus(&chosen, &granted);
+        let know = || {
+            let mut ours = self.ours();
+            ours.containers.insert(container.id.clone());
+            ours.sandboxes.insert(pod.id.clone());
+        };
+        // An end that is told while it is being bound waits for its turn; and a list that is gone through meanwhile
+        // may forget it.
+        know();
         let bound = self.ledger.bind(&inventory, &claim, &preferred, fill);
         let bound = match (bound, obstacle) {
             (_, Some(obstacle)) => return Err(refuse(obstacle)),
             (bound, None) => bound.map_err(|error| refuse(error.to_string()))?,
         };
-        {
-            let mut ours = self.ours();
-            ours.containers.insert(claim.container.id);
-            ours.sandboxes.insert(claim.pod.sandbox_id);
-        }
+        know();
         for lack in &bound.placement.passed_over {
             tracing::warn!(share = %bound.name, %lack, "not placed where kubelet counts it");
         }

@@ -185,7 +185,7 @@ impl Service {
         let attempt = Arc::new(Attempt::default());
         let work = {
             let (binder, attempt) = (Arc::clone(&binder), Arc::clone(&attempt));
-            self.work(move || bind(&binder, &pod, &container, &attempt))
+            in_turn(Arc::clone(&self.work), move || bind(&binder, &pod, &container, &attempt))
         };
         tokio::pin!(work);
         let bound = match timeout(self.bind_deadline, &mut work).await {
@@ -249,30 +249,32 @@ impl Service {
         what: &'static str,
         work: impl FnOnce() -> Result<(), ledger::LedgerError> + Send + 'static,
     ) {
-        let work = self.work(move || {
+        let work = in_turn(Arc::clone(&self.work), move || {
             if let Err(error) = work() {
-                tracing::error!(%error, "{what} not noted; a restart of this plugin notes it");
+                tracing::error!(%error, "{what} not noted whole; containerd's list is asked for until it is");
             }
         });
-        // Dropping the wait does not stop the work.
-        match timeout(EVENT_DEADLINE, work).await {
+        // A task of its own, which the end of the wait does not stop, be it still waiting for its turn.
+        match timeout(EVENT_DEADLINE, tokio::spawn(work)).await {
             Ok(_) => {}
             Err(_) => tracing::warn!(what, limit = ?EVENT_DEADLINE, "slow disk; the work goes on"),
         }
     }
+}
 
-    /// Does blocking `work` off the runtime's threads. It is counted until it is done, for [`Service::drain`].
-    async fn work<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> ttrpc::Result<T> {
-        let permit = Arc::clone(&self.work).acquire_owned().await;
-        let permit =
-            permit.map_err(|_| refused("this plugin is being stopped; the container is tried again"))?;
-        let done = spawn_blocking(move || {
-            let done = work();
-            drop(permit);
-            done
-        });
-        done.await.map_err(|error| refused(format!("this plugin failed ({error}); see its log")))
-    }
+/// Does blocking `work` off the runtime's threads. It is counted among `workers` until it is done, for [`Service::drain`].
+async fn in_turn<T: Send + 'static>(
+    workers: Arc<Semaphore>,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> ttrpc::Result<T> {
+    let permit = workers.acquire_owned().await;
+    let permit = permit.map_err(|_| refused("this plugin is being stopped; the container is tried again"))?;
+    let done = spawn_blocking(move || {
+        let done = work();
+        drop(permit);
+        done
+    });
+    done.await.map_err(|error| refused(format!("this plugin failed ({error}); see its log")))
 }
 
 /// Who decides about a binding that takes long: the call that waits for it, or the work itself.
@@ -288,6 +290,10 @@ impl Attempt {
         self.0.compare_exchange(0, Self::GIVEN_UP, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
+    fn is_given_up(&self) -> bool {
+        self.0.load(Ordering::Acquire) == Self::GIVEN_UP
+    }
+
     /// The work is done. False if nobody waits for it any more.
     fn done(&self) -> bool {
         self.0.compare_exchange(0, Self::DONE, Ordering::AcqRel, Ordering::Acquire).is_ok()
@@ -300,7 +306,7 @@ fn bind(
     container: &Container,
     attempt: &Attempt,
 ) -> Result<Binding, Refusal> {
-    let binding = binder.bind(pod, container)?;
+    let binding = binder.bind(pod, container, || !attempt.is_given_up())?;
     if !attempt.done() {
         // The container was refused, so nothing runs; its share waits for the next attempt.
         if let Err(error) = binder.container_ended(&container.id) {

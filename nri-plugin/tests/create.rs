@@ -47,6 +47,10 @@ async fn adjustment(session: &Session, pod: &PodSandbox, container: Container) -
     session.runtime.create(pod, container).await.unwrap().adjust.unwrap()
 }
 
+fn of_pod(pod: &PodSandbox) -> PodRequest {
+    PodRequest { pod: MessageField::some(pod.clone()), ..PodRequest::default() }
+}
+
 fn devices(adjustment: &ContainerAdjustment) -> Vec<&str> {
     adjustment.linux.devices.iter().map(|device| device.path.as_str()).collect()
 }
@@ -298,13 +302,55 @@ async fn a_share_that_takes_too_long_is_refused_and_holds_nothing_running() {
     assert!(error.contains("not bound within 100ms"), "{error}");
     // A container without a share does not wait for it.
     session.runtime.create(&pod(2), container(&pod(2), "main", 1)).await.unwrap();
+    // And its pod is gone before the work comes to its turn.
+    session.runtime.plugin.stop_pod_sandbox(soon(), &of_pod(&pod(1))).await.unwrap();
     held.unlock().unwrap();
-    // The work comes to its end after all, finds nobody waiting, and takes it back.
-    common::eventually("the late share is marked stopped", || {
-        let shares = Shares::read(&shares).unwrap();
-        shares.records.len() == 1 && shares.records.values().all(|record| record.state == ShareState::Stopped)
-    })
-    .await;
+    session.service.drain(Duration::from_secs(20)).await;
+    assert!(session.node.shares().records.is_empty(), "a share of a pod that nobody will tell of again");
+}
+
+/// The one that was refused gets its turn when the next attempt's container is bound already.
+#[tokio::test]
+async fn a_share_that_comes_too_late_takes_nothing_from_the_container_that_came_after() {
+    let session = session_with(TestNode::new(), Duration::from_millis(100)).await;
+    let held = fs::File::open(session.node.file.paths.shares()).unwrap();
+    held.lock().unwrap();
+    let late = session.runtime.create(&pod(1), granted(&pod(1), "main", 1, 20, 32)).await;
+    assert!(message(late).contains("not bound"));
+    // As the plugin binds it, in the same place, before the late one has the lock.
+    let path = session.node.file.paths.shares().join("uid-1_main");
+    let record = r#"{"version":1,"pod":{"uid":"uid-1","namespace":"ml","name":"train-1","sandboxId":"sandbox-1"},
+        "container":{"name":"main","id":"the-next"},"bootId":"BOOT","kind":"share","gpus":[{"uuid":"GPU",
+        "minor":1,"core":20,"memoryBytes":8589934592,"slots":"0-19"}],"state":"running","boundAt":1,"shim":true}"#;
+    let record =
+        record.replace("BOOT", &ledger::boot_id().unwrap()).replace("GPU\"", &format!("{}\"", gpu(1)));
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("share.json"), record).unwrap();
+    held.unlock().unwrap();
+    session.service.drain(Duration::from_secs(20)).await;
+    let records = session.node.shares().records;
+    let record = records.values().next().unwrap();
+    assert_eq!((record.container.id.as_str(), record.state), ("the-next", ShareState::Running));
+}
+
+/// The runtime tells of an end once. While the disk stands still more pods may end than calls are worked on at a time.
+#[tokio::test]
+async fn no_end_is_lost_of_many_that_come_while_the_disk_stands_still() {
+    let session = session().await;
+    let pods: Vec<_> = (1..=40).map(pod).collect();
+    for pod in &pods {
+        session.runtime.create(pod, granted(pod, "main", 1, 2, 1)).await.unwrap();
+    }
+    let held = fs::File::open(session.node.file.paths.shares()).unwrap();
+    held.lock().unwrap();
+    let ends = pods.iter().map(|pod| {
+        let (plugin, request) = (&session.runtime.plugin, of_pod(pod));
+        async move { plugin.stop_pod_sandbox(soon(), &request).await.unwrap() }
+    });
+    futures::future::join_all(ends).await;
+    assert_eq!(session.node.shares().records.len(), pods.len());
+    held.unlock().unwrap();
+    common::eventually("all are released", || session.node.shares().records.is_empty()).await;
 }
 
 #[tokio::test]

@@ -26,7 +26,7 @@ fn bound(
     pod: &PodSandbox,
     container: Container,
 ) -> Result<Vec<u32>, String> {
-    let binding = binder.bind(pod, &container).map_err(|refusal| refusal.to_string())?;
+    let binding = binder.bind(pod, &container, || true).map_err(|refusal| refusal.to_string())?;
     Ok(node.shares().records[&binding.name].gpus.iter().map(|gpu| gpu.minor).collect())
 }
 
