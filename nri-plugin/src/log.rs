@@ -107,7 +107,11 @@ impl Write for Rolling {
         if self.bytes > FILE_MAX_BYTES {
             let mut aside = self.path.clone().into_os_string();
             aside.push(".1");
-            fs::rename(&self.path, aside)?;
+            match fs::rename(&self.path, aside) {
+                // It was done, and there was no room for a new one; or somebody has removed it.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                moved => moved?,
+            }
             *self = Self::open(&self.path)?;
         }
         let written = self.file.write(line)?;
@@ -138,6 +142,18 @@ mod tests {
             .map(|entry| entry.unwrap().metadata().unwrap().len())
             .sum();
         assert!(sizes <= 2 * (FILE_MAX_BYTES + line.len() as u64) && sizes > FILE_MAX_BYTES, "{sizes}");
+    }
+
+    /// As when a full disk had no room for the new file after the old one was put aside.
+    #[test]
+    fn a_log_whose_file_is_gone_goes_on_in_a_new_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plugin.log");
+        let mut rolling = Rolling::open(&path).unwrap();
+        rolling.bytes = FILE_MAX_BYTES + 1;
+        fs::remove_file(&path).unwrap();
+        rolling.write_all(b"on\n").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "on\n");
     }
 
     #[test]
