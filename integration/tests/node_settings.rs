@@ -56,6 +56,7 @@ async fn with_nri_off_a_share_is_refused_and_the_plugin_says_what_to_turn_on() {
     assert!(line.contains("NRI"), "{line}");
     let pod = node.pod_with_share("share", 20, 32);
     let error = format!("{:#}", node.kubelet.run(&pod).await.expect_err("nothing would enforce the share"));
+    assert!(error.contains("pod default/share, container main: its GPU share was not bound"), "{error}");
     assert!(error.contains("vcuda-nri-plugin"), "{error}");
     plain_pod_starts(&node).await;
     node.assert_empty().await;

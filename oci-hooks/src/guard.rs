@@ -41,6 +41,8 @@ pub const TIME_LIMIT: Duration = Duration::from_secs(5);
 pub struct Container {
     /// ID in the runtime.
     pub id: String,
+    /// What it is called in a refusal, before a record says whose it is.
+    pub name: String,
     /// The share that it claims: its annotation [`annotation::SHARE`].
     pub share: Option<String>,
     /// What it starts.
@@ -54,55 +56,55 @@ pub struct Container {
 pub enum Refusal {
     /// It claims no share, so nobody has bound one.
     #[error(
-        "container {id}: its GPU share was not bound, the annotation {key} is missing; see that vcuda-nri-plugin runs on this node and that NRI is on in containerd's configuration (io.containerd.nri.v1.nri: disable = false), then delete the pod",
+        "{name}: its GPU share was not bound, the annotation {key} is missing; see that vcuda-nri-plugin runs on this node and that NRI is on in containerd's configuration (io.containerd.nri.v1.nri: disable = false), then delete the pod",
         key = annotation::SHARE
     )]
     Unbound {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
     },
     /// What it claims is no share's name.
-    #[error("container {id}: the annotation {key} must not be set by hand: {reason}; remove it from the pod", key = annotation::SHARE)]
+    #[error("{name}: the annotation {key} must not be set by hand: {reason}; remove it from the pod", key = annotation::SHARE)]
     BadClaim {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
         /// What is wrong.
         reason: ledger::ShareNameError,
     },
     /// The hook is in a user namespace and cannot see the node's files.
     #[error(
-        "container {id}: it runs in a user namespace, from which its GPU share cannot be verified; set hostUsers: true in the pod"
+        "{name}: it runs in a user namespace, from which its GPU share cannot be verified; set hostUsers: true in the pod"
     )]
     UserNamespace {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
     },
     /// There is no such record.
     #[error(
-        "container {id}: there is no record of share {share}; vcuda-nri-plugin writes it, see whether it runs on this node, then delete the pod"
+        "{name}: there is no record of share {share}; vcuda-nri-plugin writes it, see whether it runs on this node, then delete the pod"
     )]
     NoRecord {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
         /// The share that it claims.
         share: ShareName,
     },
     /// The record cannot be used.
-    #[error("container {id}: the record of its share: {reason}; delete the pod, it will be bound anew")]
+    #[error("{name}: the record of its share: {reason}; delete the pod, it will be bound anew")]
     BadRecord {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
         /// Why.
         reason: RecordError,
     },
     /// The record is about another container.
     #[error(
-        "container {id}: share {share} is bound to container {bound}, not to this one; remove the annotation {key} from the pod if it is set there, else delete the pod",
+        "{name}: share {share} is bound to container {bound}, not to this one; remove the annotation {key} from the pod if it is set there, else delete the pod",
         key = annotation::SHARE
     )]
     BoundToAnother {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
         /// The share that it claims.
         share: ShareName,
         /// Whose it is.
@@ -110,11 +112,11 @@ pub enum Refusal {
     },
     /// The record is from before the machine was started.
     #[error(
-        "container {id}: share {share} was bound before this node's last start; see that vcuda-nri-plugin runs, then delete the pod"
+        "{name}: share {share} was bound before this node's last start; see that vcuda-nri-plugin runs, then delete the pod"
     )]
     BoundBeforeBoot {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
         /// The share that it claims.
         share: ShareName,
     },
@@ -170,12 +172,12 @@ pub enum Refusal {
     },
     /// It took too long.
     #[error(
-        "container {id}: verifying its GPU share took more than {} s; look at the load and the disks of this node, the pod is tried again",
+        "{name}: verifying its GPU share took more than {} s; look at the load and the disks of this node, the pod is tried again",
         TIME_LIMIT.as_secs()
     )]
     Timeout {
-        /// The container.
-        id: String,
+        /// What the container is called.
+        name: String,
     },
 }
 
@@ -234,29 +236,29 @@ pub fn run(
 
 /// The record of the share that the container claims, if it is this container's.
 fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecord), Refusal> {
-    let id = || container.id.clone();
+    let name = || container.name.clone();
     let Some(claim) = &container.share else {
-        return Err(Refusal::Unbound { id: id() });
+        return Err(Refusal::Unbound { name: name() });
     };
-    let name: ShareName = claim.parse().map_err(|reason| Refusal::BadClaim { id: id(), reason })?;
-    let record = ShareRecord::load(&paths.shares(), &name).map_err(|reason| match &reason {
-        RecordError::Read { .. } if in_user_namespace() => Refusal::UserNamespace { id: id() },
+    let share: ShareName = claim.parse().map_err(|reason| Refusal::BadClaim { name: name(), reason })?;
+    let record = ShareRecord::load(&paths.shares(), &share).map_err(|reason| match &reason {
+        RecordError::Read { .. } if in_user_namespace() => Refusal::UserNamespace { name: name() },
         RecordError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
-            Refusal::NoRecord { id: id(), share: name.clone() }
+            Refusal::NoRecord { name: name(), share: share.clone() }
         }
-        _ => Refusal::BadRecord { id: id(), reason },
+        _ => Refusal::BadRecord { name: name(), reason },
     })?;
     if record.container.id != container.id {
-        return Err(Refusal::BoundToAnother { id: id(), share: name, bound: record.container.id });
+        return Err(Refusal::BoundToAnother { name: name(), share, bound: record.container.id });
     }
     let boot = ledger::boot_id().map_err(|error| Refusal::Node {
         who: Who::of(&record),
         reason: format!("the node's boot ID cannot be read: {error}; see that /proc is mounted"),
     })?;
     if record.boot_id != boot {
-        return Err(Refusal::BoundBeforeBoot { id: id(), share: name });
+        return Err(Refusal::BoundBeforeBoot { name: name(), share });
     }
-    Ok((name, record))
+    Ok((share, record))
 }
 
 /// All that enforces the share is where it works. The node's inventory is returned.

@@ -38,10 +38,19 @@ pub struct Container {
     pub command: Command,
     /// Name of its image, where the runtime tells.
     pub image: Option<String>,
+    /// The pod's namespace and name, and the container's name in it, where the runtime tells.
+    pub pod: Option<[String; 3]>,
 }
 
 /// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
 const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
+
+/// Annotations with the names of pod and container, set by containerd (`pkg/cri/annotations`).
+const POD: [&str; 3] = [
+    "io.kubernetes.cri.sandbox-namespace",
+    "io.kubernetes.cri.sandbox-name",
+    "io.kubernetes.cri.container-name",
+];
 
 /// Why a hook does not know its container.
 #[derive(Debug, Error)]
@@ -98,7 +107,19 @@ impl Container {
             root: state.bundle().join(config.root.path),
             command: config.process.unwrap_or_default(),
             image: config.annotations.remove(IMAGE_NAME),
+            pod: match POD.map(|key| config.annotations.remove(key)) {
+                [Some(namespace), Some(pod), Some(container)] => Some([namespace, pod, container]),
+                _ => None,
+            },
         })
+    }
+
+    /// What it is called in messages: by its pod, or else by its ID.
+    pub fn name(&self) -> String {
+        match &self.pod {
+            Some([namespace, pod, container]) => format!("pod {namespace}/{pod}, container {container}"),
+            None => format!("container {}", self.id),
+        }
     }
 
     /// Opens the container's root.
@@ -152,17 +173,21 @@ mod tests {
         let folder = bundle(r#"{"ociVersion":"9.9","root":{"path":"rootfs","new":[]},"linux":{"new":1}}"#);
         let container = Container::read(state(folder.path()).as_bytes()).unwrap();
         assert_eq!(container.root, folder.path().join("rootfs"));
+        assert_eq!(container.name(), "container c1");
         assert_eq!((container.id.as_str(), container.image), ("c1", None));
         assert_eq!(container.annotations["tencent.com/vcuda-share"], "a_b");
     }
 
     #[test]
-    fn what_is_started_and_of_which_image_is_in_the_bundle() {
+    fn what_is_started_of_which_image_and_for_which_pod_is_in_the_bundle() {
         let folder = bundle(
             r#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["A=b"],"cwd":"/x","new":1},
-                "annotations":{"io.kubernetes.cri.image-name":"registry/app:1"}}"#,
+                "annotations":{"io.kubernetes.cri.image-name":"registry/app:1",
+                "io.kubernetes.cri.sandbox-namespace":"team","io.kubernetes.cri.sandbox-name":"train",
+                "io.kubernetes.cri.container-name":"main"}}"#,
         );
         let container = Container::read(state(folder.path()).as_bytes()).unwrap();
+        assert_eq!(container.name(), "pod team/train, container main");
         let command = Command { args: vec!["app".into()], env: vec!["A=b".into()], cwd: "/x".into() };
         assert_eq!((container.command, container.image.as_deref()), (command, Some("registry/app:1")));
     }

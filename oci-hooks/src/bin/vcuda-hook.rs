@@ -33,7 +33,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(30);
 /// How often it is looked at the time.
 const EACH_LOOK: Duration = Duration::from_millis(500);
 
-/// When the guard began, and with which container: it has a limit of its own.
+/// When the guard began, and the name of its container: it has a limit of its own.
 static GUARD: OnceLock<(Instant, String)> = OnceLock::new();
 
 /// What the help says of exit codes.
@@ -127,10 +127,11 @@ fn run(hook: Hook) -> anyhow::Result<()> {
 }
 
 fn guard(args: GuardArgs, container: Container, rootfs: &Rootfs) -> anyhow::Result<()> {
-    let _ = GUARD.set((Instant::now(), container.id.clone()));
+    let _ = GUARD.set((Instant::now(), container.name()));
     let file = NodeFile::load_or_default(&args.config)?;
     let paths = Paths { state: args.state, install: args.install, run: file.paths.run, ..Paths::default() };
     let container = guard::Container {
+        name: container.name(),
         share: container.annotations.get(annotation::SHARE).cloned(),
         id: container.id,
         command: container.command,
@@ -167,8 +168,8 @@ fn limit_time() {
         let late = loop {
             thread::sleep(EACH_LOOK);
             match GUARD.get() {
-                Some((since, id)) if since.elapsed() >= guard::TIME_LIMIT => {
-                    break Refusal::Timeout { id: id.clone() }.to_string();
+                Some((since, name)) if since.elapsed() >= guard::TIME_LIMIT => {
+                    break Refusal::Timeout { name: name.clone() }.to_string();
                 }
                 _ if begun.elapsed() >= TIME_LIMIT => {
                     break format!(

@@ -88,6 +88,7 @@ impl Rig {
         let command = Command { args: vec!["app".into()], env: vec!["PATH=/bin".into()], cwd: "/".into() };
         let container = Container {
             id: ID.into(),
+            name: "pod team/train, container main".into(),
             share: Some(SHARE.into()),
             command,
             image: Some("registry/app:1".into()),
