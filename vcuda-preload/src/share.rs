@@ -13,7 +13,7 @@ use region::{Exported, Limits, Process, Usage, place};
 
 use crate::{
     cuda::{
-        ipc,
+        binding, ipc,
         types::{CUDA_SUCCESS, Context, Device, Stream},
     },
     errno, log,
@@ -395,7 +395,12 @@ impl Share {
                 |_, word| Block::unpack(word).part_of == PartOf::Context(place.context),
                 |address, word| gone.push((address, word)),
             );
-            gone.into_iter().for_each(|(address, word)| ipc::give(self, address, Block::unpack(word)));
+            for (key, word) in gone {
+                ipc::give(self, key, Block::unpack(word));
+                if std::ptr::eq(map, &raw const self.state.arrays) {
+                    binding::forget_array(self, key);
+                }
+            }
         }
         ipc::forget_context(self, place.context);
         self.free_context_number(place.context);

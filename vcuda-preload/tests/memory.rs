@@ -277,6 +277,57 @@ fn physical_memory_counts_while_a_sparse_array_uses_it() {
     assert_eq!(model.passed(), 0);
 }
 
+/// The default stream in which a tile is unmapped is the one of that context, and of that thread.
+#[test]
+fn a_tile_leaves_when_its_own_default_stream_has_come_to_it() {
+    let Some(model) = model() else { return };
+    for (stream, elsewhere) in [(0, "context 0"), (2, "context 0"), (2, "thread")] {
+        let mut session = model.ready();
+        let array = session.must("array 4096 4096 64");
+        let memory = session.must(&format!("create {}", 64 * MIB));
+        session.must(&format!("tile {array} {memory} 0"));
+        session.must(&format!("release {memory}"));
+        session.must("clock 0");
+        session.must(&format!("launch-by 1000 {stream} 0"));
+        session.must(&format!("tile {array} 0 {}", stream * 100));
+        if elsewhere == "thread" {
+            session.must("beside-info");
+            session.must("go-on");
+        } else {
+            session.must(elsewhere);
+        }
+        exact(&model, &mut session, 64 * MIB);
+        session.must("clock 1");
+        session.must("primary 0");
+        // All of a context is waited for by any thread.
+        session.must("beside-sync");
+        session.must("go-on");
+        exact(&model, &mut session, 0);
+        session.kill();
+    }
+}
+
+#[test]
+fn a_context_takes_its_sparse_arrays_along_and_what_leaves_them() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let context = session.must("context 0");
+    let (stream, array) = (session.must("stream"), session.must("array 4096 4096 64"));
+    for tile in [0, 1] {
+        let memory = session.must(&format!("create {}", 64 * MIB));
+        session.must(&format!("tile {array} {memory} {tile}"));
+        session.must(&format!("release {memory}"));
+    }
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {stream} 0"));
+    session.must(&format!("tile {array} 0 {}", stream * 100));
+    exact(&model, &mut session, 128 * MIB);
+    session.must(&format!("destroy {context}"));
+    session.must("primary 0");
+    exact(&model, &mut session, 0);
+    assert_eq!(session.must("dead-asked"), 0);
+}
+
 #[test]
 fn physical_memory_counts_while_a_multicast_object_uses_it() {
     let Some(model) = model() else { return };
@@ -616,6 +667,98 @@ fn a_pool_does_not_grow_past_the_ceiling_for_what_another_stream_still_uses() {
     session.must(&format!("destroy-stream {one}"));
     assert_eq!(session.call(&format!("async {} {two}", 64 * MIB)).0, OUT_OF_MEMORY);
     assert_eq!(model.passed(), 0);
+}
+
+/// A default stream is another one in each context, and the per-thread one in each thread.
+#[test]
+fn a_pool_does_not_grow_past_the_ceiling_for_what_a_default_stream_of_others_still_uses() {
+    let Some(model) = model() else { return };
+    let most = CEILING - 32 * MIB;
+    for (stream, elsewhere) in [(0, "context 0"), (1, "context 0"), (2, "context 0"), (2, "thread")] {
+        for may_wait in [true, false] {
+            let mut session = model.ready();
+            if !may_wait {
+                session.must("no-dependencies 0");
+            }
+            let block = session.must(&format!("async {most} {stream}"));
+            session.must(&format!("launch-by 200000000 {stream} 0"));
+            session.must(&format!("free-async {block} {stream}"));
+            let result = if elsewhere == "thread" {
+                session.must(&format!("beside-async {most} {stream}"));
+                session.call("go-on").0
+            } else {
+                session.must(elsewhere);
+                session.call(&format!("async {most} {stream}")).0
+            };
+            let what = format!("stream {stream}, {elsewhere}, may wait: {may_wait}");
+            assert_eq!(result, if may_wait { 0 } else { OUT_OF_MEMORY }, "{what}");
+            assert_eq!(model.passed(), 0, "{what}");
+            session.kill();
+        }
+    }
+}
+
+/// Pools are a device's, so contexts share them.
+#[test]
+fn a_stream_waits_for_what_a_stream_of_another_context_still_uses() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let most = CEILING - 32 * MIB;
+    let one = session.must("stream");
+    let block = session.must(&format!("async {most} {one}"));
+    session.must(&format!("launch-by 200000000 {one} 0"));
+    session.must(&format!("free-async {block} {one}"));
+    session.must("context 0");
+    let two = session.must("stream");
+    session.must(&format!("async {most} {two}"));
+    assert_eq!((model.passed(), model.refusals(0)), (0, 0));
+}
+
+/// With a context its streams are gone, and their work is done. Another stream may have their handles.
+#[test]
+fn what_was_freed_in_a_context_that_is_gone_is_of_use() {
+    let Some(model) = model() else { return };
+    let most = CEILING - 32 * MIB;
+    for (make, end) in [("context 0", "destroy"), ("primary 1", "reset"), ("primary 1", "release-primary")] {
+        let mut session = model.ready();
+        session.must("no-dependencies 0");
+        let pool = session.must("pool-of 0");
+        let context = session.must(make);
+        let one = session.must("stream");
+        let block = session.must(&format!("from-pool {most} {pool} {one}"));
+        session.must("clock 0");
+        session.must(&format!("launch-by 1000 {one} 0"));
+        session.must(&format!("free-async {block} {one}"));
+        session.must("primary 0");
+        session.must(&format!("{end} {}", if end == "destroy" { context } else { 1 }));
+        let two = session.must("stream");
+        assert_eq!(two, one, "the driver in small gives the handle again");
+        session.must(&format!("launch-by 1000 {two} 0"));
+        let three = session.must("stream");
+        session.must(&format!("from-pool {most} {pool} {three}"));
+        assert_eq!((model.passed(), model.refusals(0)), (0, 0), "{end}");
+        assert_eq!(session.must("dead-asked"), 0, "{end}");
+        session.kill();
+    }
+}
+
+/// Where a primary context has other users its streams live, and what they work with is not free.
+#[test]
+fn what_was_freed_in_a_context_that_others_use_is_not_free_yet() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must("primary 0");
+    session.must("no-dependencies 0");
+    let (one, two) = (session.must("stream"), session.must("stream"));
+    let block = session.must(&format!("async {} {one}", CEILING - 32 * MIB));
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {one} 0"));
+    session.must(&format!("free-async {block} {one}"));
+    session.must("release-primary 0");
+    assert_eq!(session.call(&format!("async {} {two}", CEILING - 32 * MIB)).0, OUT_OF_MEMORY);
+    session.must("clock 1");
+    session.must(&format!("async {} {two}", CEILING - 32 * MIB));
+    assert_eq!((model.passed(), model.refusals(0)), (0, 1));
 }
 
 /// No call tells what of a pool's free memory is of use. What has grown past the ceiling goes before anybody can use it.
@@ -1133,6 +1276,42 @@ fn what_is_allocated_while_a_capture_ends_is_in_the_graph() {
     assert_eq!((allocated, ended), (0, 0));
     exact(&model, &mut session, 0);
     assert_eq!(model.passed(), 0);
+}
+
+/// With a context end the captures in its streams.
+#[test]
+fn what_is_allocated_while_a_captured_stream_goes_with_its_context_is_in_the_graph() {
+    let Some(model) = model() else { return };
+    for (make, end) in [("context 0", "destroy"), ("primary 0", "reset"), ("primary 0", "release-primary")] {
+        let mut session = model.start();
+        session.must("only-init");
+        let context = session.must(make);
+        let stream = session.must("stream");
+        session.must(&format!("capture {stream}"));
+        session.must("hold 6");
+        session.must(&format!("beside-async {} {stream}", 2 * CEILING));
+        session.must(&format!("beside-{end} {context}"));
+        assert_eq!(session.call("go-on").0, 0);
+        assert_eq!((model.passed(), model.held(0)), (0, 0), "{end}");
+        session.kill();
+    }
+}
+
+/// A capture may end while something is freed in its stream: then the graph frees it, or it is free.
+#[test]
+fn what_is_freed_while_a_capture_ends_is_freed_by_the_graph() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let stream = session.must("stream");
+    let block = session.must(&format!("async {} {stream}", 100 * MIB));
+    session.must(&format!("capture {stream}"));
+    session.must("hold 7");
+    session.must(&format!("beside-free-async {block} {stream}"));
+    session.must(&format!("beside-end-capture {stream}"));
+    assert_eq!(session.call("go-on"), (0, 0, 0));
+    session.must(&format!("free-async {block} {stream}"));
+    session.must("wait");
+    exact(&model, &mut session, 0);
 }
 
 #[test]

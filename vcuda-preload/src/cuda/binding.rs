@@ -6,12 +6,15 @@ use std::{convert::identity, ffi::c_uint, sync::atomic::Ordering::Relaxed};
 use crate::{
     cuda::{
         arguments::{Out, copy_of},
-        pool,
-        types::{Array, CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, DevicePtr, Handle, Result, Stream},
+        stream::{Lanes, is_done, lane_of, per_thread},
+        types::{
+            Array, CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Context, Device, DevicePtr, Handle, Result, Stream,
+        },
         vmm::{Number, Physical, WithOthers, follow},
     },
+    pace::Lane,
     real::driver,
-    share::{CU_STREAM_PER_THREAD, Share, share},
+    share::{Share, share},
 };
 
 /// What this process uses so.
@@ -20,7 +23,7 @@ pub(crate) struct Uses {
     tiles: Vec<(Part, Number)>,
     bindings: Vec<Binding>,
     /// What is no longer mapped once the stream has come to it.
-    leaving: Vec<(Stream, Number)>,
+    leaving: Lanes<Number>,
 }
 
 /// A part of a sparse array: a box of elements in one level and layer, or bytes of a mip tail.
@@ -94,12 +97,12 @@ impl Part {
 
 impl Uses {
     /// Something is mapped at `part`, or nothing is any more. What is there only in part counts until the rest goes too.
-    fn replace(&mut self, part: Part, by: Option<Number>, stream: Stream) {
+    fn replace(&mut self, part: Part, by: Option<Number>, lane: Lane) {
         let leaving = &mut self.leaving;
         self.tiles.retain(|(tile, number)| {
             let goes = tile.is_within(&part);
             if goes {
-                leaving.push((stream, *number));
+                leaving.leave(lane, *number);
             }
             !goes
         });
@@ -112,9 +115,9 @@ impl Uses {
         self.tiles.extract_if(.., goes).map(|(_, number)| number).collect()
     }
 
-    /// Takes out what has left, as far as `done` says so of its stream.
-    fn take_left(&mut self, done: impl Fn(Stream) -> bool) -> Vec<Number> {
-        self.leaving.extract_if(.., |(stream, _)| done(*stream)).map(|(_, number)| number).collect()
+    /// Takes out what has left, as far as `done` says so of its lane.
+    fn take_left(&mut self, done: impl Fn(Lane) -> bool) -> Vec<Number> {
+        self.leaving.take(done)
     }
 
     /// Takes out what is bound to `object`, on one GPU and between two offsets, or all of it.
@@ -143,7 +146,7 @@ fn change_if_any(share: &Share, what: impl FnOnce(&mut Uses) -> Vec<Number>) {
 /// Gives back what has left since.
 pub(super) fn settle(share: &Share) {
     if share.state().leaving.load(Relaxed) != 0 {
-        change_if_any(share, |uses| uses.take_left(pool::is_done));
+        change_if_any(share, |uses| uses.take_left(is_done));
     }
 }
 
@@ -152,8 +155,29 @@ pub(super) fn forget_stream(stream: Stream) {
     if let Some(share) = share()
         && share.state().leaving.load(Relaxed) != 0
     {
-        change_if_any(share, |uses| uses.take_left(|other| other == stream));
+        change_if_any(share, |uses| uses.take_left(|lane| lane.stream == stream));
     }
+}
+
+/// All that is in streams of a context is about to end, or may end, as where that is destroyed: they cannot be asked.
+pub(super) fn begin_end(share: &Share, context: Context) {
+    if share.state().leaving.load(Relaxed) != 0
+        && let Some(physical) = &mut *share.state().physical.lock()
+    {
+        physical.uses.leaving.begin_end(context);
+    }
+}
+
+/// It has ended, and what was leaving has left; or it has not.
+pub(super) fn end(share: &Share, context: Context, has_ended: bool) {
+    if share.state().leaving.load(Relaxed) != 0 {
+        change_if_any(share, |uses| uses.leaving.end(context, has_ended));
+    }
+}
+
+/// An array is gone, and what is mapped in it.
+pub(crate) fn forget_array(share: &Share, array: Array) {
+    change_if_any(share, |uses| uses.take_array(array));
 }
 
 /// Has the driver destroy an array, with what is mapped in it. Once it is, another thread may get the same handle.
@@ -189,18 +213,19 @@ macro_rules! maps_arrays {
                     driver!(cuda::$symbol(list => *mut MapInfo, count => c_uint, stream => Stream))
                 },
                 |physical, share| {
+                    let lane = lane_of(share, $meant(stream)).unwrap_or_default();
                     for info in &copy {
                         let by = if info.operation == MAP { physical.use_of(info.handle) } else { None };
-                        physical.uses.replace(Part::of(info), by, $meant(stream));
+                        physical.uses.replace(Part::of(info), by, lane);
                     }
-                    change(physical, share, |uses| uses.take_left(pool::is_done));
+                    change(physical, share, |uses| uses.take_left(is_done));
                 },
             )
         }
     };
 }
 maps_arrays!(cuMemMapArrayAsync, identity);
-maps_arrays!(cuMemMapArrayAsync_ptsz, |stream| if stream == 0 { CU_STREAM_PER_THREAD } else { stream });
+maps_arrays!(cuMemMapArrayAsync_ptsz, per_thread);
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuMulticastCreate(object: *mut Handle, properties: *const u64) -> Result {
@@ -360,12 +385,13 @@ mod tests {
     fn what_is_unmapped_leaves_when_its_stream_has_come_to_it() {
         let mut uses = Uses::default();
         let part = |x| info(0, [0, 0, x, 0, 0, 64, 64, 1]);
-        uses.replace(part(0), Some(1), 5);
-        uses.replace(part(64), Some(2), 5);
-        uses.replace(part(0), Some(3), 6);
-        uses.replace(part(64), None, 6);
-        assert_eq!(uses.take_left(|stream| stream == 5), []);
-        assert_eq!(uses.take_left(|stream| stream == 6), [1, 2]);
+        let [one, other] = [5, 6].map(|stream| Lane { context: 3, stream, thread: 0 });
+        uses.replace(part(0), Some(1), one);
+        uses.replace(part(64), Some(2), one);
+        uses.replace(part(0), Some(3), other);
+        uses.replace(part(64), None, other);
+        assert_eq!(uses.take_left(|lane| lane == one), []);
+        assert_eq!(uses.take_left(|lane| lane == other), [1, 2]);
         assert_eq!(uses.take_array(7), [3]);
         assert!(uses.tiles.is_empty() && uses.leaving.is_empty());
     }

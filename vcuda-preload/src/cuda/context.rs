@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use crate::{
     cuda::{
         arguments::Out,
-        graph, pool, take,
+        binding, graph, pool, stream, take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result,
         },
@@ -26,29 +26,61 @@ pub(crate) unsafe extern "C" fn cuInit(flags: u32) -> Result {
     unsafe { driver!(cuda::cuInit(flags => u32)) }
 }
 
-/// Has the driver destroy `context`, which is forgotten first: once destroyed, another thread may get the same address.
-/// `destroyed` says from the result whether it was.
-fn destroy(
+/// Does something while `context` is current, and leaves current what was.
+pub(crate) fn with_current(context: Context, act: impl FnOnce()) {
+    let mut current: Context = 0;
+    // SAFETY: `current` outlives the call.
+    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut current => *mut Context)) };
+    if current == context {
+        return act();
+    }
+    // SAFETY: a context that is in use, current for the moment; `current` outlives the call.
+    unsafe {
+        if driver!(cuda::cuCtxPushCurrent_v2(context => Context)) == CUDA_SUCCESS {
+            act();
+            driver!(cuda::cuCtxPopCurrent_v2(&raw mut current => *mut Context));
+        }
+    }
+}
+
+/// Has the driver destroy `context`, and its streams with it. It is forgotten first: once destroyed, another thread may get the
+/// same address. `is_gone` says from the result whether it is; then `then` gets the place that it had.
+fn end(
     context: Context,
     call: impl FnOnce() -> Result,
-    destroyed: impl FnOnce(Result) -> bool,
+    is_gone: impl FnOnce(Result) -> bool,
+    then: impl FnOnce(&'static Share, Place),
 ) -> Result {
     let Some(share) = share() else { return call() };
     if context != 0 {
         pace::forget_context(context);
     }
     graph::forget_context(context);
+    pool::begin_end(share, context);
+    binding::begin_end(share, context);
     let place = share.forget_context(context);
-    let result = call();
+    let (result, is_gone) = {
+        // With it ends what is captured in its streams.
+        let _captured = stream::end_capture();
+        let result = call();
+        (result, is_gone(result))
+    };
+    let _kept = errno::Keep::new();
+    pool::end(share, context, is_gone);
+    binding::end(share, context, is_gone);
     if let Some(place) = place {
-        let _kept = errno::Keep::new();
-        if destroyed(result) {
-            share.give_all_of(place);
+        if is_gone {
+            then(share, place);
         } else {
             share.remember_context(context, place);
         }
     }
     result
+}
+
+/// Has the driver destroy `context`, with all that was allocated in it, as far as `is_gone` says so from the result.
+fn destroy(context: Context, call: impl FnOnce() -> Result, is_gone: impl FnOnce(Result) -> bool) -> Result {
+    end(context, call, is_gone, |share, place| share.give_all_of(place))
 }
 
 macro_rules! destroys {
@@ -232,18 +264,16 @@ pub(crate) unsafe extern "C" fn cuGreenCtxDestroy(green: Context) -> Result {
     // SAFETY: as above; `context` outlives the call.
     let known =
         unsafe { driver!(cuda::cuCtxFromGreenCtx(&raw mut context => *mut Context, green => Context)) };
-    let Some(share) = share().filter(|_| known == CUDA_SUCCESS && context != 0) else { return call() };
-    pace::forget_context(context);
-    graph::forget_context(context);
-    let place = share.forget_context(context);
-    let result = call();
-    if let Some(place) = place {
-        if result == CUDA_SUCCESS {
+    if known != CUDA_SUCCESS || context == 0 {
+        return call();
+    }
+    end(
+        context,
+        call,
+        |result| result == CUDA_SUCCESS,
+        |share, place| {
             let heir = share.place_of(primary(place.device)).map_or(0, |heir| heir.context);
             share.hand_over(place, heir);
-        } else {
-            share.remember_context(context, place);
-        }
-    }
-    result
+        },
+    )
 }

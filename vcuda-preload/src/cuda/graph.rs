@@ -10,20 +10,18 @@
 //! what it relied on stays charged.
 
 use std::{
-    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     convert::identity,
     ffi::{c_char, c_void},
-    sync::atomic::{
-        AtomicU64,
-        Ordering::{Acquire, Relaxed, Release},
-    },
+    sync::atomic::Ordering::{Acquire, Release},
 };
 
 use crate::{
     cuda::{
         arguments::{Out, copy_of},
-        memory, pool, take, take_quietly,
+        memory,
+        stream::{is_at_work, lane_of, per_thread},
+        take, take_quietly,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Context, Device, Exec, Graph, Node, Properties, Result,
             Stream,
@@ -34,7 +32,7 @@ use crate::{
     log,
     pace::{self, In, Lane},
     real::driver,
-    share::{CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, Place, Share, share},
+    share::{CU_STREAM_PER_THREAD, Place, Share, share},
 };
 
 /// Memory that this process's graphs hold.
@@ -317,31 +315,6 @@ impl Executable {
     }
 }
 
-/// The lane of a stream: a default stream is one of the current context, and the per-thread one of the calling thread, too.
-fn lane_of(share: &Share, stream: Stream) -> Option<Lane> {
-    let stream = if stream == 0 { CU_STREAM_LEGACY } else { stream };
-    let thread = if stream == CU_STREAM_PER_THREAD { thread() } else { 0 };
-    share.context_of(stream).map(|context| Lane { context, stream, thread })
-}
-
-/// A number of the calling thread that no other thread of the process ever has.
-fn thread() -> u64 {
-    static LAST: AtomicU64 = AtomicU64::new(0);
-    thread_local!(static NUMBER: Cell<u64> = const { Cell::new(0) });
-    NUMBER.with(|number| {
-        if number.get() == 0 {
-            number.set(LAST.fetch_add(1, Relaxed) + 1);
-        }
-        number.get()
-    })
-}
-
-/// Whether a lane is known to have work that is not done. A default stream of another context or thread cannot be asked.
-fn is_at_work(share: &Share, lane: Lane) -> bool {
-    let can_ask = lane.stream > CU_STREAM_PER_THREAD || lane_of(share, lane.stream) == Some(lane);
-    can_ask && pool::is_at_work(lane.stream)
-}
-
 /// Notes a change of what graphs have, in a process whose graphs allocate.
 fn note(change: impl FnOnce(&mut Graphs, &'static Share)) {
     if let Some(share) = allocating() {
@@ -439,7 +412,7 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
         let grown = graphs.kept().saturating_sub(before);
         if !alone || grown < taken.iter().map(|(.., bytes)| bytes).sum() {
             let _relaxed = pace::AnyCapture::new();
-            graphs.lose(|other| Some(other) != lane && !is_at_work(share, other));
+            graphs.lose(|other| Some(other) != lane && !is_at_work(other));
         }
     }
     if of.leaves {
@@ -530,7 +503,7 @@ macro_rules! runs {
 }
 runs! {
     cuGraphUpload in identity;
-    cuGraphUpload_ptsz in pool::per_thread;
+    cuGraphUpload_ptsz in per_thread;
 }
 
 macro_rules! launches_graph {
@@ -545,7 +518,7 @@ macro_rules! launches_graph {
 }
 launches_graph! {
     cuGraphLaunch in In::legacy, identity;
-    cuGraphLaunch_ptsz in In::per_thread, pool::per_thread;
+    cuGraphLaunch_ptsz in In::per_thread, per_thread;
 }
 
 macro_rules! instantiates {

@@ -13,6 +13,7 @@ pub(crate) mod ipc;
 mod launch;
 mod memory;
 pub(crate) mod pool;
+mod stream;
 mod sync;
 pub(crate) mod types;
 mod view;

@@ -15,17 +15,19 @@ use std::{
 use crate::{
     cuda::{
         arguments::{Out, copy_of},
-        free, memory, take, take_quietly,
+        free, memory,
+        stream::{self, Lanes, is_capturing, lane_of, per_thread},
+        take, take_quietly,
         types::{
-            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Device, DevicePtr, Graph,
-            Pool as Handle, PoolProperties, Result, Stream,
+            CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, DevicePtr,
+            Graph, Pool as Handle, PoolProperties, Result, Stream,
         },
         whole,
     },
     lock::{Guard, Locked},
-    pace,
+    pace::{self, Lane},
     real::driver,
-    share::{Block, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
+    share::{Block, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
 };
 
 use whose::Memory;
@@ -62,50 +64,12 @@ struct Account {
     used: u64,
     /// Bytes in multiples of which it grows.
     step: u64,
-    /// Streams in which memory was freed that the pool may still hold. To others it is only free when the driver sees that
-    /// work there has come to it, and until then it rather lets the pool grow.
-    freed_in: Streams,
-}
-
-/// A few streams; 0 is no entry, for null is kept as CU_STREAM_LEGACY.
-#[derive(Default)]
-#[repr(C)]
-struct Streams([Stream; 8]);
-
-impl Streams {
-    fn key(stream: Stream) -> Stream {
-        if stream == 0 { CU_STREAM_LEGACY } else { stream }
-    }
-
-    /// Adds one. Of more than there is room for, the first is forgotten.
-    fn add(&mut self, stream: Stream) {
-        let key = Self::key(stream);
-        if !self.0.contains(&key) {
-            let free = self.0.iter().position(|entry| *entry == 0).unwrap_or(0);
-            self.0[free] = key;
-        }
-    }
-
-    fn remove(&mut self, stream: Stream) {
-        self.retain(|other| other != Self::key(stream));
-    }
-
-    fn retain(&mut self, stays: impl Fn(Stream) -> bool) {
-        self.0.iter_mut().filter(|entry| **entry != 0 && !stays(**entry)).for_each(|entry| *entry = 0);
-    }
-
-    fn has_others_than(&self, stream: Stream) -> bool {
-        self.0.iter().any(|entry| *entry != 0 && *entry != Self::key(stream))
-    }
+    /// Where memory was freed that the pool may still hold. To other lanes it is only free when the driver sees that work there
+    /// has come to it, and until then it rather lets the pool grow.
+    freed_in: Option<Box<Lanes<()>>>,
 }
 
 impl Account {
-    /// Bytes that the pool will grow by for an allocation of `bytes` of which `free` are there, as far as is known: better to
-    /// refuse the last few bytes below the ceiling than to pass it.
-    fn growth(&self, bytes: u64, free: u64) -> u64 {
-        bytes.saturating_sub(free).checked_next_multiple_of(self.step.max(1)).unwrap_or(u64::MAX)
-    }
-
     /// Takes what the pool will grow by for an allocation of `bytes` in `stream`.
     fn expect(
         &mut self,
@@ -116,20 +80,24 @@ impl Account {
         bytes: u64,
     ) -> bool {
         let free = self.charged.saturating_sub(self.used);
-        if free > 0 && self.freed_in.has_others_than(stream) {
-            let growth = self.growth(bytes, 0);
+        if free > 0
+            && let Some(freed_in) = &mut self.freed_in
+            && let Some(lane) = lane_of(share, stream)
+            && freed_in.has_others_than(lane)
+        {
+            let growth = growth(self.step, bytes, 0);
             if take_quietly(share, gpu, growth) {
                 self.charged += growth;
                 return true;
             }
             // On a GPU of this size the driver would now fail to let the pool grow, and use what is free.
-            self.make_usable(pool, stream);
-            if self.freed_in.has_others_than(stream) {
+            make_usable(freed_in, pool, lane, stream);
+            if freed_in.has_others_than(lane) {
                 share.count_refusal(gpu);
                 return false;
             }
         }
-        let growth = self.growth(bytes, free);
+        let growth = growth(self.step, bytes, free);
         if growth > 0 {
             if !take(share, gpu, growth) {
                 return false;
@@ -137,18 +105,6 @@ impl Account {
             self.charged += growth;
         }
         true
-    }
-
-    /// Makes what was freed in other streams usable in `stream`: where work there has come to it, it is; else `stream` waits
-    /// for it, if the application lets the driver do so. What stays in `freed_in` of other streams is not usable.
-    fn make_usable(&mut self, pool: Handle, stream: Stream) {
-        let _relaxed = pace::AnyCapture::new();
-        let may_wait = is_allowed(pool, REUSE_FOLLOW_EVENT_DEPENDENCIES)
-            && is_allowed(pool, REUSE_ALLOW_INTERNAL_DEPENDENCIES);
-        let is_here = |other| other == Streams::key(stream);
-        self.freed_in.retain(|other| {
-            is_here(other) || !(is_done(other) || may_wait && !is_capturing(other) && wait_for(other, stream))
-        });
     }
 
     /// The pool is destroyed, and its last allocation is gone: with it goes all that the pool held.
@@ -182,10 +138,26 @@ impl Account {
         }
         self.charged = holds;
         if self.charged <= self.used {
-            self.freed_in = Streams::default();
+            self.freed_in = None;
         }
         true
     }
+}
+
+/// Bytes that a pool which grows in steps will grow by for an allocation of `bytes` of which `free` are there, as far as is known:
+/// better to refuse the last few bytes below the ceiling than to pass it.
+fn growth(step: u64, bytes: u64, free: u64) -> u64 {
+    bytes.saturating_sub(free).checked_next_multiple_of(step.max(1)).unwrap_or(u64::MAX)
+}
+
+/// Makes what was freed in other lanes usable in `stream`, which is `here`: where work there has come to it, it is; else `stream`
+/// waits for it, if the application lets the driver do so. What stays in `freed_in` of other lanes is not usable.
+fn make_usable(freed_in: &mut Lanes<()>, pool: Handle, here: Lane, stream: Stream) {
+    let _relaxed = pace::AnyCapture::new();
+    let may_wait = is_allowed(pool, REUSE_FOLLOW_EVENT_DEPENDENCIES)
+        && is_allowed(pool, REUSE_ALLOW_INTERNAL_DEPENDENCIES);
+    freed_in
+        .take(|lane| lane != here && (stream::is_done(lane) || may_wait && stream::wait_for(lane, stream)));
 }
 
 /// Bytes that a pool holds, if the driver says so.
@@ -248,54 +220,6 @@ fn is_allowed(handle: Handle, which: i32) -> bool {
     !attribute(handle, which, (&raw mut allowed).cast()) || allowed != 0
 }
 
-/// Whether all work in a stream is known to be done.
-pub(super) fn is_done(stream: Stream) -> bool {
-    ask(stream) == Some(CUDA_SUCCESS)
-}
-
-/// Whether a stream is known to have work that is not done.
-pub(super) fn is_at_work(stream: Stream) -> bool {
-    const CUDA_ERROR_NOT_READY: Result = 600;
-    ask(stream) == Some(CUDA_ERROR_NOT_READY)
-}
-
-/// What the driver says of work in a stream; none while that is captured, which the question would end.
-fn ask(stream: Stream) -> Option<Result> {
-    let mut status = 0;
-    // SAFETY: a stream that was not destroyed (`forget_stream`), for the driver to judge; `status` outlives the call.
-    unsafe {
-        let known = driver!(cuda::cuStreamIsCapturing(stream => Stream, &raw mut status => *mut i32));
-        (known == CUDA_SUCCESS && status == 0).then(|| driver!(cuda::cuStreamQuery(stream => Stream)))
-    }
-}
-
-/// Has `stream` wait for what is in `other` now, as the driver does where it inserts a dependency. False if it cannot.
-fn wait_for(other: Stream, stream: Stream) -> bool {
-    /// Without time, which costs nothing.
-    const CU_EVENT_DISABLE_TIMING: u32 = 2;
-    let mut event: u64 = 0;
-    // SAFETY: `event` outlives the calls; destroyed while in use, the driver keeps it as long as it needs it.
-    unsafe {
-        if driver!(cuda::cuEventCreate(&raw mut event => *mut u64, CU_EVENT_DISABLE_TIMING => u32))
-            != CUDA_SUCCESS
-        {
-            return false;
-        }
-        let waits = driver!(cuda::cuEventRecord(event => u64, other => Stream)) == CUDA_SUCCESS
-            && driver!(cuda::cuStreamWaitEvent(stream => Stream, event => u64, 0 => u32)) == CUDA_SUCCESS;
-        driver!(cuda::cuEventDestroy_v2(event => u64));
-        waits
-    }
-}
-
-/// Whether the stream is being captured into a graph. What is allocated then takes its memory when the graph runs.
-fn is_capturing(stream: Stream) -> bool {
-    let mut status = 0;
-    // SAFETY: `status` outlives the call; the stream is the application's, for the driver to judge.
-    let result = unsafe { driver!(cuda::cuStreamIsCapturing(stream => Stream, &raw mut status => *mut i32)) };
-    result == CUDA_SUCCESS && status != 0
-}
-
 /// Has the driver allocate `bytes` from `pool`, or from the one that is current for the device of `stream`.
 ///
 /// # Safety
@@ -311,7 +235,7 @@ unsafe fn allocate(
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
     if is_capturing(stream) {
         // What is captured takes its memory when the graph runs; if the capture had ended, it would now.
-        let _ends_later = share.state().capture_ending.lock();
+        let _ends_later = stream::end_capture();
         if is_capturing(stream) {
             return call(address);
         }
@@ -381,18 +305,38 @@ fn note_free(address: DevicePtr, stream: Stream) {
         && let Some(word) = share.state().blocks.get(address)
         && let PartOf::Pool(number) = Block::unpack(word).part_of
         && let Some(pool) = share.state().pools.get(usize::from(number))
+        && let Some(lane) = lane_of(share, stream)
     {
-        pool.account.lock().freed_in.add(stream);
+        let mut account = pool.account.lock();
+        let freed_in = account.freed_in.get_or_insert_default();
+        if !freed_in.has(lane) {
+            freed_in.leave(lane, ());
+        }
+    }
+}
+
+fn for_each_freed_in(share: &'static Share, act: impl Fn(&mut Lanes<()>)) {
+    let state = share.state();
+    for pool in state.pools.iter().take(state.pools_used.load(Acquire) as usize) {
+        pool.account.lock().freed_in.as_deref_mut().into_iter().for_each(&act);
     }
 }
 
 /// A stream is about to be destroyed: it can no longer be asked or waited for.
 pub(super) fn forget_stream(stream: Stream) {
-    let Some(share) = share().filter(|_| stream > CU_STREAM_PER_THREAD) else { return };
-    let state = share.state();
-    for pool in state.pools.iter().take(state.pools_used.load(Acquire) as usize) {
-        pool.account.lock().freed_in.remove(stream);
+    if let Some(share) = share().filter(|_| stream > CU_STREAM_PER_THREAD) {
+        for_each_freed_in(share, |freed_in| _ = freed_in.take(|lane| lane.stream == stream));
     }
+}
+
+/// A context is about to be destroyed, or may be: its streams cannot be asked or waited for.
+pub(super) fn begin_end(share: &'static Share, context: Context) {
+    for_each_freed_in(share, |freed_in| freed_in.begin_end(context));
+}
+
+/// The context is gone, and its work is done; or it is not gone.
+pub(super) fn end(share: &'static Share, context: Context, is_gone: bool) {
+    for_each_freed_in(share, |freed_in| _ = freed_in.end(context, is_gone));
 }
 
 /// An allocation of `bytes` of pool `number` was freed. The pool keeps its memory for now.
@@ -499,11 +443,6 @@ pub(crate) unsafe extern "C" fn cuMemPoolTrimTo(pool: Handle, keep: usize) -> Re
     result
 }
 
-/// To functions whose name ends in `_ptsz`, null is the thread's own default stream.
-pub(super) fn per_thread(stream: Stream) -> Stream {
-    if stream == 0 { CU_STREAM_PER_THREAD } else { stream }
-}
-
 macro_rules! allocates {
     ($from_current:ident, $from_pool:ident, $meant:expr) => {
         #[unsafe(no_mangle)]
@@ -541,16 +480,11 @@ macro_rules! allocates {
 allocates!(cuMemAllocAsync, cuMemAllocFromPoolAsync, std::convert::identity);
 allocates!(cuMemAllocAsync_ptsz, cuMemAllocFromPoolAsync_ptsz, per_thread);
 
-/// No capture ends elsewhere, and nothing is captured, until what this gives is dropped.
-pub(super) fn end_capture() -> Option<Guard<'static, ()>> {
-    share().map(|share| share.state().capture_ending.lock())
-}
-
 macro_rules! ends_capture {
     ($($symbol:ident($($graph:ident: $type:ty)?);)*) => { $(
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $symbol(stream: Stream, $($graph: $type)?) -> Result {
-            let _captured = end_capture();
+            let _captured = stream::end_capture();
             // SAFETY: the arguments are the application's, for the driver to judge.
             unsafe { driver!(cuda::$symbol(stream => Stream, $($graph => $type)?)) }
         }
@@ -569,9 +503,12 @@ macro_rules! frees {
         pub(crate) unsafe extern "C" fn $symbol(address: DevicePtr, stream: Stream) -> Result {
             // SAFETY: the arguments are the application's, for the driver to judge.
             let call = || unsafe { driver!(cuda::$symbol(address => DevicePtr, stream => Stream)) };
-            // A graph that is captured frees it when it runs.
             if is_capturing($meant(stream)) {
-                return call();
+                // A graph that is captured frees it when it runs; if the capture had ended, it would be free now.
+                let _ends_later = stream::end_capture();
+                if is_capturing($meant(stream)) {
+                    return call();
+                }
             }
             note_free(address, $meant(stream));
             free(memory::blocks, address, call)

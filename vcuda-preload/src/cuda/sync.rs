@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::{
     cuda::{
-        binding, graph, pool,
-        types::{Context, Result, Stream},
+        binding, graph, pool, stream,
+        types::{CUDA_SUCCESS, Context, Result, Stream},
     },
     pace::{self, In},
     real::driver,
@@ -36,11 +36,34 @@ macro_rules! waits {
     )* };
 }
 waits! {
-    cuCtxSynchronize() for None;
-    cuCtxSynchronize_v2(context: Context) for None;
     cuStreamSynchronize(stream: Stream) for Some(In::legacy(stream));
     cuStreamSynchronize_ptsz(stream: Stream) for Some(In::per_thread(stream));
     cuEventSynchronize(event: u64) for None;
+}
+
+/// Waits for all that is in a context.
+fn wait_for_all_in(context: Context, call: impl FnOnce() -> Result) -> Result {
+    pace::before_waiting(None);
+    let share = share();
+    share.inspect(|share| binding::begin_end(share, context));
+    let result = call();
+    share.inspect(|share| binding::end(share, context, result == CUDA_SUCCESS));
+    waited(result)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuCtxSynchronize() -> Result {
+    let mut context: Context = 0;
+    // SAFETY: `context` outlives the call.
+    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
+    // SAFETY: there are no arguments.
+    wait_for_all_in(context, || unsafe { driver!(cuda::cuCtxSynchronize()) })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuCtxSynchronize_v2(context: Context) -> Result {
+    // SAFETY: the argument is the application's, for the driver to judge.
+    wait_for_all_in(context, || unsafe { driver!(cuda::cuCtxSynchronize_v2(context => Context)) })
 }
 
 macro_rules! destroys_stream {
@@ -52,7 +75,7 @@ macro_rules! destroys_stream {
             binding::forget_stream(stream);
             graph::forget_stream(stream);
             // With it ends what is captured there.
-            let _captured = pool::end_capture();
+            let _captured = stream::end_capture();
             // SAFETY: the argument is the application's, for the driver to judge.
             unsafe { driver!(cuda::$symbol(stream => Stream)) }
         }

@@ -5,7 +5,10 @@
 //! seen passed. On an idle GPU a mark is passed as soon as it is put, so the lower bound is soon right to microseconds.
 
 use crate::{
-    cuda::types::{CUDA_SUCCESS, Context, Result, Stream},
+    cuda::{
+        types::{CUDA_SUCCESS, Context, Result, Stream},
+        with_current,
+    },
     pace::gate::{Batch, Mark, Marks},
     real::driver,
     share::CU_STREAM_PER_THREAD,
@@ -124,23 +127,6 @@ fn destroy(event: Event) {
     if event != 0 {
         // SAFETY: an event of ours that nobody uses any longer; the driver keeps it until it is passed.
         unsafe { driver!(cuda::cuEventDestroy_v2(event => Event)) };
-    }
-}
-
-/// Does something while `context` is current, and leaves current what was.
-fn with_current(context: Context, act: impl FnOnce()) {
-    let mut current: Context = 0;
-    // SAFETY: `current` outlives the call.
-    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut current => *mut Context)) };
-    if current == context {
-        return act();
-    }
-    // SAFETY: a context that work was launched in, current for the moment; `current` outlives the call.
-    unsafe {
-        if driver!(cuda::cuCtxPushCurrent_v2(context => Context)) == CUDA_SUCCESS {
-            act();
-            driver!(cuda::cuCtxPopCurrent_v2(&raw mut current => *mut Context));
-        }
     }
 }
 

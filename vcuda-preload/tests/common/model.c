@@ -23,7 +23,7 @@
 #define POOL_STEP (32 * MIB)
 
 enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
-       NOT_FOUND = 500, NOT_SUPPORTED = 801, FAILED = 999 };
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_IMPLICIT = 906, FAILED = 999 };
 
 /* The file, which tests/common/mod.rs reads and writes too. */
 struct state {
@@ -153,7 +153,8 @@ static int meanwhile(int at_end) {
     return 1;
 }
 /* One call waits where the test wants it to: at the first HOLD of that number that it comes to, until all go on. */
-enum { BEFORE_LAUNCH = 1, AFTER_LAUNCH, AFTER_INSTANTIATION, BEFORE_EXEC_DESTROY, AFTER_CONTEXT_DESTROY, BEFORE_ALLOCATION };
+enum { BEFORE_LAUNCH = 1, AFTER_LAUNCH, AFTER_INSTANTIATION, BEFORE_EXEC_DESTROY, AFTER_CONTEXT_DESTROY, BEFORE_ALLOCATION,
+       BEFORE_FREE };
 static _Atomic int hold_wanted;
 static _Atomic pthread_t held_thread;
 void modelHold(int where) { hold_wanted = where; }
@@ -442,7 +443,11 @@ int cuMemFree_v2(uint64_t address) {
     return result;
 }
 
+static void end_streams(struct context *context);
+static void end_arrays(struct context *context);
 static void take_along(struct context *context) {
+    end_streams(context);
+    end_arrays(context);
     for (int limit = 0; limit < 3; limit++) {
         give(gpu_of(context->device), taken_for(limit, context->limits[limit]));
         context->limits[limit] = 0;
@@ -490,7 +495,8 @@ int cuMemGetInfo_v2(size_t *free, size_t *total) {
 /* ---- arrays: tiles of 64 KiB; those to be mapped later take nothing, and tell what they would ---- */
 
 struct shape { size_t width, height, depth; unsigned format, channels, flags; };
-struct array { uint64_t size, taken; int gpu; struct context *context; };
+struct array { uint64_t size, taken; int gpu; struct context *context; struct array *next; };
+static struct array *arrays;
 static uint64_t size_of(const struct shape *shape) {
     uint64_t element = (shape->format == 1 || shape->format == 8 ? 1 : shape->format == 0x20 ? 4 : 2) * shape->channels;
     uint64_t depth = shape->depth ? shape->depth : 1, height = shape->height ? shape->height : 1;
@@ -503,7 +509,10 @@ static int make_array(struct array **array, uint64_t size, int mapped_later) {
     if (!mapped_later && (result = take(gpu, size)))
         return result;
     *array = malloc(sizeof **array);
-    **array = (struct array){size, mapped_later ? 0 : size, gpu, CURRENT};
+    pthread_mutex_lock(&lock);
+    **array = (struct array){size, mapped_later ? 0 : size, gpu, CURRENT, arrays};
+    arrays = *array;
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 int cuArray3DCreate_v2(struct array **array, const struct shape *shape) {
@@ -794,7 +803,9 @@ int cuLogicalEndpointDestroy(unsigned id) {
 /* ---- streams, pools ---- */
 
 struct graph;
-struct stream { struct context *context; struct graph *capture; _Atomic uint64_t done_at; };
+/* One that is gone stays, for the next one to have its handle. */
+struct stream { struct context *context; struct graph *capture; _Atomic uint64_t done_at; int alive; pthread_t of_thread; struct stream *next; };
+static struct stream *streams;
 /* While the clock stands, no work that takes any time is done. */
 static _Atomic uint64_t stands_at;
 static uint64_t now_ns(void) {
@@ -809,24 +820,46 @@ void modelClock(int goes) {
     if (!goes)
         stands_at = now_ns();
 }
-/* Of the default streams, a context has one, and each thread one. */
+static struct stream *add_stream(struct context *context, pthread_t of_thread) {
+    static pthread_mutex_t adding = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&adding);
+    struct stream *stream = streams;
+    while (stream && (stream->alive || stream->of_thread || of_thread))
+        stream = stream->next;
+    if (!stream) {
+        stream = calloc(1, sizeof *stream);
+        stream->next = streams, streams = stream;
+    }
+    stream->context = context, stream->of_thread = of_thread, stream->alive = 1;
+    stream->done_at = 0;
+    pthread_mutex_unlock(&adding);
+    return stream;
+}
+/* Of the default streams, a context has one, and each thread one in it. */
+static struct stream of_context[sizeof contexts / sizeof *contexts + GPUS];
 static struct stream *stream_of(struct stream *stream) {
-    static struct stream of_context[sizeof contexts / sizeof *contexts + GPUS];
-    static __thread struct stream *of_thread;
     if ((uintptr_t)stream > 2)
         return stream;
-    if ((uintptr_t)stream == 2)
-        return of_thread ? of_thread : (of_thread = calloc(1, sizeof *of_thread));
-    return !CURRENT || CURRENT->primary ? &of_context[CURRENT ? CURRENT - primary_contexts : 0]
-                                        : &of_context[GPUS + (CURRENT - contexts)];
+    if ((uintptr_t)stream == 2) {
+        for (stream = streams; stream; stream = stream->next)
+            if (stream->alive && stream->context == CURRENT && stream->of_thread == pthread_self())
+                return stream;
+        return add_stream(CURRENT, pthread_self());
+    }
+    stream = !CURRENT || CURRENT->primary ? &of_context[CURRENT ? CURRENT - primary_contexts : 0]
+                                          : &of_context[GPUS + (CURRENT - contexts)];
+    return stream->context = CURRENT, stream->alive = 1, stream;
 }
+static _Atomic int dead_asked;
+int modelDeadAsked(void) { return dead_asked; }
+static int is_dead(struct stream *stream) { return (uintptr_t)stream > 2 && !stream->alive && ++dead_asked; }
 static void wait_until(uint64_t at) {
     while (now_ns() < at)
         usleep(50);
 }
 /* What is mapped in sparse arrays, by the element where it begins; gone when the stream has come to the end of it. */
 #define TILES 1024
-static struct { struct array *array; uint64_t x, gone_at; struct physical *of; } tiles[TILES];
+static struct { struct array *array; uint64_t x, gone_at; struct stream *gone_in; struct physical *of; } tiles[TILES];
 struct map_info {
     unsigned kind;
     struct array *array;
@@ -845,16 +878,18 @@ static void drop_tiles(struct array *of_array) {
 }
 int cuMemMapArrayAsync(struct map_info *list, unsigned count, struct stream *stream) {
     CHANGED_MEANWHILE;
+    struct stream *in = stream_of(stream);
     pthread_mutex_lock(&lock);
     for (; count--; list++) {
         for (int n = 0; n < TILES; n++)
             if (tiles[n].of && tiles[n].array == list->array && tiles[n].x == list->x && !tiles[n].gone_at)
-                tiles[n].gone_at = stream_of(stream)->done_at + 1;
+                tiles[n].gone_at = in->done_at + 1, tiles[n].gone_in = in;
         int n = 0;
         while (tiles[n].of)
             n++;
         if (list->operation == 1) {
-            tiles[n].array = list->array, tiles[n].x = list->x, tiles[n].gone_at = 0, tiles[n].of = list->handle;
+            tiles[n].array = list->array, tiles[n].x = list->x, tiles[n].of = list->handle;
+            tiles[n].gone_at = 0, tiles[n].gone_in = NULL;
             list->handle->maps++;
         }
     }
@@ -862,12 +897,29 @@ int cuMemMapArrayAsync(struct map_info *list, unsigned count, struct stream *str
     pthread_mutex_unlock(&lock);
     return OK;
 }
-int cuArrayDestroy(struct array *array) {
-    pthread_mutex_lock(&lock);
+/* Called with the lock held. */
+static void end_array(struct array **at) {
+    struct array *array = *at;
+    *at = array->next;
     drop_tiles(array);
     give(array->gpu, array->taken);
+    free(array);
+}
+int cuArrayDestroy(struct array *array) {
+    pthread_mutex_lock(&lock);
+    struct array **at = &arrays;
+    while (*at != array)
+        at = &(*at)->next;
+    end_array(at);
     pthread_mutex_unlock(&lock);
-    return free(array), OK;
+    return OK;
+}
+static void end_arrays(struct context *context) {
+    for (struct array **at = &arrays; *at;)
+        if ((*at)->context == context)
+            end_array(at);
+        else
+            at = &(*at)->next;
 }
 int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array); }
 
@@ -876,23 +928,48 @@ int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array);
 struct pool {
     int gpu;
     uint64_t reserved, used, threshold;
-    int live, destroyed, no_dependencies;
+    int live, destroyed, no_dependencies, known;
     struct { struct stream *in; uint64_t at, bytes; } pending[PENDING];
+    struct pool *next;
 };
-static struct pool default_pools[GPUS], *current_pools[GPUS];
+static struct pool default_pools[GPUS], *current_pools[GPUS], *pools;
 
 int cuStreamCreate(struct stream **stream, unsigned flags) {
     (void)flags;
-    *stream = calloc(1, sizeof **stream);
-    return (*stream)->context = CURRENT, OK;
+    return *stream = add_stream(CURRENT, 0), OK;
 }
-int cuStreamGetCtx(struct stream *stream, struct context **context) { return *context = stream->context, OK; }
+int cuStreamGetCtx(struct stream *stream, struct context **context) {
+    return is_dead(stream) ? INVALID_HANDLE : (*context = (uintptr_t)stream > 2 ? stream->context : CURRENT, OK);
+}
+/* The default stream of a context cannot be used while one of those that it waits for is captured. */
 int cuStreamIsCapturing(struct stream *stream, int *status) {
+    if (is_dead(stream))
+        return INVALID_HANDLE;
+    for (struct stream *other = streams; (uintptr_t)stream < 2 && other; other = other->next)
+        if (other->alive && other->context == CURRENT && other->capture)
+            return CAPTURE_IMPLICIT;
     return *status = (uintptr_t)stream > 2 && stream->capture, OK;
+}
+/* Called with the lock held: what was in the streams is done. */
+static void end_streams(struct context *context) {
+    for (struct pool *pool = pools; pool; pool = pool->next)
+        for (int n = 0; n < PENDING; n++)
+            if (pool->pending[n].bytes && pool->pending[n].in->context == context)
+                pool->pending[n].bytes = 0;
+    for (int n = 0; n < TILES; n++)
+        if (tiles[n].of && tiles[n].gone_in && tiles[n].gone_in->context == context)
+            tiles[n].gone_at = 1;
+    drop_tiles(NULL);
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        if (stream->context == context)
+            stream->alive = 0, stream->capture = NULL;
+    of_context[context->primary ? context - primary_contexts : GPUS + (context - contexts)].done_at = 0;
 }
 static struct pool *pool_of(int device) {
     if (!current_pools[device]) {
         default_pools[device].gpu = gpu_of(device);
+        if (!default_pools[device].known++)
+            default_pools[device].next = pools, pools = &default_pools[device];
         current_pools[device] = &default_pools[device];
     }
     return current_pools[device];
@@ -903,6 +980,7 @@ int cuDeviceSetMemPool(int device, struct pool *pool) { return current_pools[dev
 int cuMemPoolCreate(struct pool **pool, const struct properties *properties) {
     CHANGED_MEANWHILE;
     *pool = calloc(1, sizeof **pool);
+    (*pool)->next = pools, pools = *pool;
     (*pool)->gpu = properties->location_kind == 1 ? gpu_of(properties->location) : -1;
     return OK;
 }
@@ -970,6 +1048,7 @@ int cuMemAllocAsync_ptsz(uint64_t *address, size_t bytes, struct stream *stream)
     return cuMemAllocAsync(address, bytes, stream);
 }
 int cuMemFreeAsync(uint64_t address, struct stream *stream) {
+    hold(BEFORE_FREE);
     if ((uintptr_t)stream > 2 && stream->capture)
         return add_free_node(stream->capture, address);
     pthread_mutex_lock(&lock);
@@ -1000,7 +1079,7 @@ int cuStreamSynchronize(struct stream *stream) { return wait_until(stream_of(str
 int cuCtxSynchronize(void) { return wait_until(all_done_at), shrink_all(), OK; }
 
 /* Events: when the stream they were recorded in will have come to them. */
-struct event { uint64_t at; struct stream *in; };
+struct event { uint64_t at; struct stream *in; struct context *context, *all_of; };
 #define NOT_READY 600
 static _Atomic int events_alive, recorded_while_capturing;
 int cuEventCreate(struct event **event, unsigned flags) {
@@ -1008,42 +1087,47 @@ int cuEventCreate(struct event **event, unsigned flags) {
     if (!CURRENT)
         return INVALID_CONTEXT;
     events_alive++;
-    return *event = calloc(1, sizeof **event), OK;
+    return *event = calloc(1, sizeof **event), (*event)->context = CURRENT, OK;
 }
 int cuEventDestroy_v2(struct event *event) {
     events_alive--;
     return free(event), OK;
 }
 int cuEventRecord(struct event *event, struct stream *stream) {
-    if (stream_of(stream)->capture)
+    struct stream *in = stream_of(stream);
+    if (is_dead(stream) || in->context != event->context)
+        return INVALID_HANDLE;
+    if (in->capture)
         recorded_while_capturing++;
-    uint64_t now = now_ns(), done = stream_of(stream)->done_at;
-    return event->at = done > now ? done : now, event->in = stream_of(stream), OK;
+    uint64_t now = now_ns(), done = in->done_at;
+    /* The default stream of a context comes after its others. */
+    event->all_of = (uintptr_t)stream < 2 ? in->context : NULL;
+    for (struct stream *other = streams; event->all_of && other; other = other->next)
+        if (other->alive && other->context == in->context && other->done_at > done)
+            done = other->done_at;
+    return event->at = done > now ? done : now, event->in = in, OK;
 }
-/* A stream that has waited for another one, as of now. */
-static struct { struct stream *stream, *other; } waits[64];
+/* A stream that has waited for another one, or for all of a context, as of now. */
+static struct { struct stream *stream, *other; struct context *all_of; } waits[64];
 int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags) {
     static int count;
     (void)flags;
     stream = stream_of(stream);
     if (stream->done_at < event->at)
         stream->done_at = event->at;
-    waits[count % 64].stream = stream, waits[count++ % 64].other = event->in;
+    waits[count % 64].stream = stream, waits[count % 64].all_of = event->all_of, waits[count++ % 64].other = event->in;
     return OK;
 }
 static int comes_after(struct stream *stream, struct stream *other) {
     for (int n = 0; n < 64; n++)
-        if (stream == other || (waits[n].stream == stream && waits[n].other == other))
+        if (stream == other ||
+            (waits[n].stream == stream && (waits[n].other == other || (waits[n].all_of && waits[n].all_of == other->context))))
             return 1;
     return 0;
 }
-static _Atomic int dead_asked;
-int modelDeadAsked(void) { return dead_asked; }
 int cuStreamQuery(struct stream *stream) {
-    if ((uintptr_t)stream > 2 && !stream->context->alive) {
-        dead_asked++;
-        return INVALID_VALUE;
-    }
+    if (is_dead(stream))
+        return INVALID_HANDLE;
     return stream_of(stream)->done_at > now_ns() ? NOT_READY : OK;
 }
 int cuEventQuery(struct event *event) { return event->at && now_ns() < event->at ? NOT_READY : OK; }
@@ -1051,7 +1135,9 @@ int cuEventSynchronize(struct event *event) { return wait_until(event->at), OK; 
 int cuEventElapsedTime(float *milliseconds, struct event *from, struct event *to) {
     return *milliseconds = ((double)to->at - (double)from->at) / 1e6, OK;
 }
-int cuStreamDestroy_v2(struct stream *stream) { return free(stream), OK; }
+int cuStreamDestroy_v2(struct stream *stream) {
+    return is_dead(stream) ? INVALID_HANDLE : (stream->alive = 0, stream->capture = NULL, OK);
+}
 int modelEvents(void) { return events_alive; }
 int modelRecordedWhileCapturing(void) { return recorded_while_capturing; }
 int cuMemPoolTrimTo(struct pool *pool, size_t keep) {
