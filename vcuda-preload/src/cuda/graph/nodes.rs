@@ -1,0 +1,149 @@
+//! What the nodes of a graph allocate.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::c_void,
+};
+
+use crate::{
+    cuda::{
+        memory,
+        types::{CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, Graph, Node, Properties, Result},
+        whole,
+    },
+    log,
+    real::driver,
+};
+
+// CUgraphNodeType.
+const NODE_GRAPH: i32 = 4;
+const NODE_MEM_ALLOC: i32 = 10;
+const NODE_MEM_FREE: i32 = 11;
+/// Graphs within graphs: the driver allows few.
+const MAX_DEPTH: u32 = 16;
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`, both versions.
+#[repr(C)]
+struct AllocParameters {
+    pool: Properties,
+    /// The rest of `CUmemPoolProps`.
+    pool_rest: [u64; 9],
+    access: *const c_void,
+    access_count: usize,
+    bytes: usize,
+    address: u64,
+}
+const _: () = assert!(size_of::<AllocParameters>() == 120);
+
+/// What nodes of a graph allocate and free.
+#[derive(Default)]
+pub(super) struct Allocations {
+    /// Device, bytes and address.
+    pub made: Vec<(Device, u64, u64)>,
+    /// Addresses.
+    freed: BTreeSet<u64>,
+}
+
+impl Allocations {
+    /// Those of `graph` and the graphs in it; the driver's error where it does not tell.
+    pub fn of(graph: Graph) -> core::result::Result<Self, Result> {
+        let mut all = Self::default();
+        all.add(graph, 0)?;
+        Ok(all)
+    }
+
+    fn add(&mut self, graph: Graph, depth: u32) -> core::result::Result<(), Result> {
+        for node in nodes(graph)? {
+            let mut kind = 0;
+            // SAFETY: the node is of the graph, which lives; `kind` outlives the call.
+            succeeded(unsafe { driver!(cuda::cuGraphNodeGetType(node => Node, &raw mut kind => *mut i32)) })?;
+            match kind {
+                NODE_GRAPH => {
+                    if depth == MAX_DEPTH {
+                        log::line(format_args!(
+                            "a graph is refused: {MAX_DEPTH} graphs within each other are looked at"
+                        ));
+                        return Err(CUDA_ERROR_OUT_OF_MEMORY);
+                    }
+                    let mut inner = 0;
+                    // SAFETY: as above.
+                    succeeded(unsafe {
+                        driver!(cuda::cuGraphChildGraphNodeGetGraph(node => Node, &raw mut inner => *mut Graph))
+                    })?;
+                    self.add(inner, depth + 1)?;
+                }
+                NODE_MEM_ALLOC => self.made.extend(allocation(node)?),
+                NODE_MEM_FREE => {
+                    let mut address = 0;
+                    // SAFETY: as above.
+                    succeeded(unsafe {
+                        driver!(cuda::cuGraphMemFreeNodeGetParams(node => Node, &raw mut address => *mut u64))
+                    })?;
+                    self.freed.insert(address);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether something is left that the graph does not free.
+    pub fn leave(&self) -> bool {
+        self.made.iter().any(|(.., address)| !self.freed.contains(address))
+    }
+}
+
+/// A result as one that can be handed on.
+fn succeeded(result: Result) -> core::result::Result<(), Result> {
+    if result == CUDA_SUCCESS { Ok(()) } else { Err(result) }
+}
+
+/// The nodes of a graph, which must live.
+fn nodes(graph: Graph) -> core::result::Result<Vec<Node>, Result> {
+    let mut count = 0_usize;
+    // SAFETY: the caller's promise; without room the driver tells the number.
+    succeeded(unsafe {
+        driver!(cuda::cuGraphGetNodes(graph => Graph, std::ptr::null_mut() => *mut Node, &raw mut count => *mut usize))
+    })?;
+    loop {
+        // With room for one more, that all were told is certain.
+        let mut nodes: Vec<Node> = vec![0; count + 1];
+        let room = nodes.len();
+        count = room;
+        // SAFETY: there is room for `count`.
+        succeeded(unsafe {
+            driver!(cuda::cuGraphGetNodes(graph => Graph, nodes.as_mut_ptr() => *mut Node, &raw mut count => *mut usize))
+        })?;
+        if count < room {
+            nodes.truncate(count);
+            return Ok(nodes);
+        }
+        count = room * 2;
+    }
+}
+
+/// What a node allocates, which is one that allocates; none of a device's memory where it is the host's.
+fn allocation(node: Node) -> core::result::Result<Option<(Device, u64, u64)>, Result> {
+    // Later versions may have more to say.
+    let mut room = [0_u64; 64];
+    let parameters: *mut AllocParameters = room.as_mut_ptr().cast();
+    // SAFETY: the room is aligned and larger than the structure.
+    succeeded(unsafe {
+        driver!(cuda::cuGraphMemAllocNodeGetParams(node => Node, parameters => *mut AllocParameters))
+    })?;
+    // SAFETY: written on success; any bits are a value.
+    let AllocParameters { pool, bytes, address, .. } = unsafe { parameters.read() };
+    Ok(pool.device().map(|device| (device, whole(bytes as u64), address)))
+}
+
+/// Bytes per device that such allocations take together: large ones whole pages of their own, small ones share theirs.
+pub(super) fn together(list: &[(Device, u64, u64)]) -> Vec<(Device, u64)> {
+    let mut devices: BTreeMap<Device, (u64, u64)> = BTreeMap::new();
+    for (device, bytes, _) in list {
+        let (large, small) = devices.entry(*device).or_default();
+        let sum = if *bytes > memory::SMALL { large } else { small };
+        *sum = sum.saturating_add(memory::taken(*bytes));
+    }
+    let pages = |small: u64| small.checked_next_multiple_of(memory::PAGE).unwrap_or(u64::MAX);
+    devices.into_iter().map(|(device, (large, small))| (device, large.saturating_add(pages(small)))).collect()
+}
