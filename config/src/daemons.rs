@@ -3,6 +3,7 @@
 //! is asked, so one that hangs keeps nobody waiting.
 
 use std::{
+    env,
     fs::{self, File, OpenOptions},
     io::{self, Read, Write},
     os::unix::fs::OpenOptionsExt,
@@ -98,6 +99,28 @@ fn process_id(file: &mut File) -> Option<u32> {
     // A number of 32 bits has ten digits.
     file.take(16).read_to_string(&mut text).ok()?;
     text.trim().parse().ok()
+}
+
+/// What is wrong where the daemon that asks is not the installed one that the node file names: containers get the hook
+/// and the shim of `paths.install`, whichever build they are of.
+pub fn installed_elsewhere(paths: &Paths) -> Option<String> {
+    elsewhere(&env::current_exe().ok()?, paths)
+}
+
+fn elsewhere(program: &Path, paths: &Paths) -> Option<String> {
+    // A link to a folder is that folder.
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.into());
+    let (program, named) = (real(program), real(&paths.install.join("bin")));
+    let folder = program.parent()?;
+    (folder != named).then(|| {
+        format!(
+            "{} runs, but containers get the hook and the shim below {}: start the program that is there, or set \
+             paths.install in {} to where this one is installed",
+            program.display(),
+            paths.install.display(),
+            paths.node_file.display(),
+        )
+    })
 }
 
 /// How the NRI plugin of a node stands.
@@ -197,6 +220,29 @@ mod tests {
         let paths = Paths { run: folder.path().into(), ..Paths::default() };
         let lock = Lock::take(&paths.nri_plugin_lock()).unwrap();
         (folder, paths, lock)
+    }
+
+    #[test]
+    fn a_daemon_that_is_not_of_the_installed_build_says_which_that_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |path: &str| folder.path().join(path);
+        for version in ["1", "2"] {
+            fs::create_dir_all(at(version).join("bin")).unwrap();
+            fs::write(at(version).join("bin/vcuda-device-plugin"), "").unwrap();
+        }
+        std::os::unix::fs::symlink("1", at("current")).unwrap();
+        let told = |program: &str, install: &str| {
+            let paths = Paths { install: at(install), ..Paths::default() };
+            elsewhere(&at(program).join("bin/vcuda-device-plugin"), &paths)
+        };
+        for (program, install) in [("1", "1"), ("current", "1"), ("1", "current")] {
+            assert_eq!(told(program, install), None, "{program} {install}");
+        }
+        for install in ["2", "none"] {
+            let said = told("1", install).unwrap();
+            assert!(said.starts_with(at("1/bin/vcuda-device-plugin").to_str().unwrap()), "{said}");
+            assert!(said.contains(at(install).to_str().unwrap()) && said.contains("paths.install"), "{said}");
+        }
     }
 
     #[test]

@@ -30,9 +30,9 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
-use vcuda_config::{Exit, NodeFile, Request, in_one_line};
+use vcuda_config::{Exit, NodeFile, Request, daemons, in_one_line};
 
 /// Offers shares of this node's GPUs to kubelet.
 #[derive(Parser)]
@@ -242,6 +242,9 @@ fn serve(config: &Path, run: &Run) -> ExitCode {
         kubelet = %file.paths.kubelet.display(),
         "starting"
     );
+    if let Some(another) = daemons::installed_elsewhere(&file.paths) {
+        warn!("{another}");
+    }
     let outcome = run_until_signal(
         file,
         access(run.kubeconfig.as_ref(), run.node_name.as_ref()),

@@ -11,7 +11,7 @@ use ledger::LedgerError;
 use thiserror::Error;
 use vcuda_config::{
     NodeFile, NodeFileError,
-    daemons::{Lock, LockError},
+    daemons::{Lock, LockError, installed_elsewhere},
 };
 
 use crate::binding::Binder;
@@ -52,6 +52,9 @@ impl Node {
     /// Takes hold of the node that `file` describes.
     pub fn start(file: &NodeFile) -> Result<Self, NodeError> {
         let lock = Lock::take(&file.paths.nri_plugin_lock())?;
+        if let Some(another) = installed_elsewhere(&file.paths) {
+            tracing::warn!("{another}");
+        }
         // What a killed predecessor left.
         let ready = file.paths.nri_plugin_ready();
         show_ready(&ready, None);
