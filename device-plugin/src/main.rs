@@ -13,6 +13,7 @@ use std::{
 };
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use daemon::{End, LogFormat, start_log};
 use device_plugin::{
     cluster::{self, Access},
     explain::{self, Explained},
@@ -26,12 +27,8 @@ use device_plugin::{
 };
 use ledger::{Change, Policy};
 use serde::Serialize;
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    sync::watch,
-};
+use tokio::sync::watch;
 use tracing::{error, info, warn};
-use tracing_subscriber::EnvFilter;
 use vcuda_config::{Exit, NodeFile, Request, daemons, in_one_line};
 
 /// Offers shares of this node's GPUs to kubelet.
@@ -194,7 +191,7 @@ struct Run {
     node_name: Option<String>,
     /// How to write the log; what to write is set by RUST_LOG, such as `info` or `device_plugin=debug`
     #[arg(long, value_enum, value_name = "FORMAT")]
-    log_format: Option<Format>,
+    log_format: Option<LogFormat>,
 }
 
 impl Run {
@@ -208,6 +205,9 @@ impl Run {
         }
     }
 }
+
+/// What is logged where RUST_LOG says nothing: what a watch of the API server fails with is told by whoever watches.
+const LOG: &str = "info,kube_runtime::watcher=error";
 
 #[derive(Clone, Copy, ValueEnum)]
 enum Format {
@@ -231,7 +231,7 @@ fn main() -> ExitCode {
 }
 
 fn serve(config: &Path, run: &Run) -> ExitCode {
-    start_log(run.log_format);
+    start_log(run.log_format.unwrap_or(LogFormat::Text), LOG);
     let file = match NodeFile::load_or_default(config) {
         Ok(file) => file,
         Err(error) => return end(&Fatal::from(error)),
@@ -397,17 +397,10 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
         .build()
         .map_err(system("no event loop could be started"))?;
     runtime.block_on(async {
-        let mut terminate = signal(SignalKind::terminate()).map_err(system("SIGTERM cannot be caught"))?;
-        let mut interrupt = signal(SignalKind::interrupt()).map_err(system("SIGINT cannot be caught"))?;
-        // Who sends it wants the node file read anew, and whoever starts this process again does that.
-        let mut hangup = signal(SignalKind::hangup()).map_err(system("SIGHUP cannot be caught"))?;
+        let mut end = End::catch().map_err(system("signals cannot be caught"))?;
         let (stop, stopped) = watch::channel(false);
         tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-                _ = hangup.recv() => {}
-            }
+            end.asked().await;
             stop.send_replace(true);
             // Held, so that nobody takes the end of this task for something else.
             stop.closed().await;
@@ -419,19 +412,4 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
 fn end(fatal: &Fatal) -> ExitCode {
     error!("{fatal}");
     fatal.exit().into()
-}
-
-fn start_log(format: Option<Format>) {
-    /// What a watch of the API server fails with is told by whoever watches.
-    const DEFAULT: &str = "info,kube_runtime::watcher=error";
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(DEFAULT));
-    let stderr = std::io::stderr;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(stderr().is_terminal())
-        .with_writer(stderr);
-    match format {
-        None | Some(Format::Text) => log.init(),
-        Some(Format::Json) => log.json().init(),
-    }
 }

@@ -9,10 +9,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use tokio::{
-    runtime::Runtime,
-    signal::unix::{SignalKind, signal},
-};
+use daemon::End;
+use tokio::runtime::Runtime;
 
 /// How long work that waits on a thread goes on after a signal.
 const STEP: Duration = Duration::from_millis(50);
@@ -26,18 +24,10 @@ static CAUGHT: AtomicBool = AtomicBool::new(false);
 /// Those of the work; that it was interrupted, once what it held is dropped.
 pub fn run<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
     Runtime::new().context("tokio")?.block_on(async {
-        let mut signals = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()]
-            .map(signal)
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()
-            .context("signals cannot be caught")?;
+        let mut end = End::catch().context("signals cannot be caught")?;
         // On a thread of its own: work that blocks asks by `check`.
         let mut caught = tokio::spawn(async move {
-            std::future::poll_fn(|context| {
-                let any = signals.iter_mut().any(|signal| signal.poll_recv(context).is_ready());
-                if any { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
-            })
-            .await;
+            end.asked().await;
             CAUGHT.store(true, Relaxed);
         });
         tokio::select! {

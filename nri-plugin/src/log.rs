@@ -1,16 +1,15 @@
-//! Where the log goes: to standard error; or, for a plugin that containerd starts and whose output it throws away, to
-//! a file in the node's run folder, which is known only once containerd has passed the node file on.
+//! Where the log of a plugin goes that containerd starts, and whose output it throws away: to a file in the node's run
+//! folder, which is known only once containerd has passed the node file on.
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::{self, IsTerminal, Write},
+    io::{self, Write},
     mem,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tracing_subscriber::{EnvFilter, filter::ParseError};
 use vcuda_config::Paths;
 
 /// At this size the file is put aside as `.1`, and a new one begun.
@@ -19,20 +18,20 @@ const FILE_MAX_BYTES: u64 = 4 << 20;
 /// What is kept until the file's place is known.
 const WAITING_MAX_BYTES: usize = 64 << 10;
 
-/// Logs to standard error.
-pub fn to_stderr(filter: &str) -> Result<(), ParseError> {
-    let builder = tracing_subscriber::fmt().with_env_filter(EnvFilter::try_new(filter)?).with_target(false);
-    builder.with_ansi(io::stderr().is_terminal()).with_writer(io::stderr).init();
-    Ok(())
-}
+/// What is logged where RUST_LOG says nothing.
+pub const DEFAULT: &str = "info";
 
 /// Logs to a file that has no place yet, see [`LogFile::place`].
-pub fn to_file(filter: &str) -> Result<LogFile, ParseError> {
+pub fn to_file() -> LogFile {
     let file = LogFile(Arc::new(Mutex::new(Inner::Waiting(Vec::new()))));
     let writer = file.clone();
-    let builder = tracing_subscriber::fmt().with_env_filter(EnvFilter::try_new(filter)?).with_target(false);
-    builder.with_ansi(false).with_writer(move || writer.clone()).init();
-    Ok(file)
+    let (filter, complaint) = daemon::filter(DEFAULT);
+    let log = tracing_subscriber::fmt().with_env_filter(filter);
+    log.with_ansi(false).with_writer(move || writer.clone()).init();
+    if let Some(complaint) = complaint {
+        tracing::warn!("{complaint}");
+    }
+    file
 }
 
 /// A log file that never grows past 4 MiB, with one predecessor.

@@ -6,13 +6,13 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use anyhow::Context;
 use clap::Parser;
+use daemon::{End, LogFormat, start_log};
 use nri_plugin::{
     connect::{Launched, Way},
     log,
     node::{Node, NodeError},
     session::SessionError,
 };
-use tokio::signal::unix::{SignalKind, signal};
 use vcuda_config::{
     Exit, NodeFile, NodeFileError,
     daemons::{LockError, NriPlugin},
@@ -51,13 +51,13 @@ fn help() -> String {
 #[derive(Debug, Parser)]
 #[command(name = "vcuda-nri-plugin", version, after_help = help())]
 struct Arguments {
-    /// The node file.
-    #[arg(long, value_name = "FILE", env = "VCUDA_CONFIG", default_value = NodeFile::DEFAULT_PATH)]
+    /// Node file. Without it, the default file may be absent.
+    #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
     config: PathBuf,
 
-    /// What to log: error, warn, info, debug or trace, or a filter such as `info,nri_plugin=debug`.
-    #[arg(long, value_name = "FILTER", env = "VCUDA_LOG", default_value = "info")]
-    log: String,
+    /// How to write the log; what to write is set by RUST_LOG, such as `info` or `nri_plugin=debug`.
+    #[arg(long, value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
+    log_format: LogFormat,
 
     /// Ask whether the plugin on this node is in service, and do nothing else.
     #[arg(long)]
@@ -98,11 +98,11 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     let way = match Launched::from_env()? {
         Some(launched) => {
-            let log = log::to_file(&arguments.log).context("--log")?;
+            let log = log::to_file();
             Way::Launched { launched, config: arguments.config.clone(), log }
         }
         None => {
-            log::to_stderr(&arguments.log).context("--log")?;
+            start_log(arguments.log_format, log::DEFAULT);
             let file = NodeFile::load_or_default(&arguments.config)?;
             Way::external(&file, Node::start(&file)?)
         }
@@ -113,18 +113,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         .thread_keep_alive(WORKER_STAYS)
         .build()?;
     runtime.block_on(async {
-        let mut terminate = signal(SignalKind::terminate())?;
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        // Who sends it wants the node file read anew, and whoever starts this process again does that.
-        let mut hangup = signal(SignalKind::hangup())?;
-        let stop = async {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-                _ = hangup.recv() => {}
-            }
-        };
-        way.go(stop).await?;
+        let mut end = End::catch().context("signals cannot be caught")?;
+        way.go(async { end.asked().await }).await?;
         Ok::<_, anyhow::Error>(())
     })?;
     Ok(ExitCode::SUCCESS)

@@ -4,7 +4,6 @@
 
 use std::{
     fs,
-    io::IsTerminal,
     net::SocketAddr,
     path::{Path, PathBuf},
     pin::pin,
@@ -15,7 +14,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use axum::Router;
-use clap::{ArgAction, CommandFactory, Parser, ValueEnum, error::ErrorKind};
+use clap::{ArgAction, CommandFactory, Parser, error::ErrorKind};
+use daemon::{LogFormat, start_log};
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
@@ -27,16 +27,9 @@ use scheduler::{
     tls::{Files, REFRESH, TlsListener},
     verbs,
 };
-use tokio::{
-    net::TcpListener,
-    signal::unix::{SignalKind, signal},
-    sync::watch,
-    task::JoinHandle,
-    time::timeout,
-};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_rustls::rustls::crypto::ring;
 use tracing::{error, info, warn};
-use tracing_subscriber::EnvFilter;
 use vcuda_config::{Exit, in_one_line};
 
 const HELP: &str = "\
@@ -123,16 +116,8 @@ struct Arguments {
     reservation_expiry: u32,
 
     /// How to write the log; what to write is set by RUST_LOG, such as `info` or `scheduler=debug`.
-    #[arg(long, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
-    log_format: Format,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Format {
-    /// For people
-    Text,
-    /// JSON, for programs
-    Json,
+    #[arg(long, value_enum, default_value_t = LogFormat::Text, value_name = "FORMAT")]
+    log_format: LogFormat,
 }
 
 /// How the scheduler came to its end.
@@ -152,7 +137,7 @@ fn main() -> ExitCode {
         );
         Arguments::command().error(ErrorKind::ArgumentConflict, open).exit();
     }
-    start_log(arguments.log_format);
+    start_log(arguments.log_format, "info");
     match run(&arguments) {
         Ok(End::Stopped) => {
             info!("stopped");
@@ -171,9 +156,7 @@ async fn run(arguments: &Arguments) -> Result<End> {
     if ring::default_provider().install_default().is_err() {
         bail!("another TLS library was set up before");
     }
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut hangup = signal(SignalKind::hangup())?;
+    let mut signals = daemon::End::catch().context("signals cannot be caught")?;
     let client = client(arguments.kubeconfig.as_deref()).await?;
     let (lead_until, until) = watch::channel(None);
     let (lead, mut candidate) = if arguments.leader_elect {
@@ -191,9 +174,7 @@ async fn run(arguments: &Arguments) -> Result<End> {
     let end = {
         let mut work = pin!(work(&service, candidate.as_mut(), &lead_until));
         let end = tokio::select! {
-            _ = terminate.recv() => End::Stopped,
-            _ = interrupt.recv() => End::Stopped,
-            _ = hangup.recv() => End::Stopped,
+            () = signals.asked() => End::Stopped,
             () = &mut work => End::LeaseLost,
             ended = &mut server => {
                 ended.context("the server broke off")??;
@@ -311,17 +292,4 @@ fn candidate(client: &Client, arguments: &Arguments) -> Result<Candidate> {
     let duration = Duration::from_secs(arguments.lease_duration.into());
     let (namespace, name) = (&arguments.lease_namespace, &arguments.lease_name);
     Ok(Candidate::new(client.clone(), namespace, name, identity, duration))
-}
-
-fn start_log(format: Format) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let stderr = std::io::stderr;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(stderr().is_terminal())
-        .with_writer(stderr);
-    match format {
-        Format::Text => log.init(),
-        Format::Json => log.json().init(),
-    }
 }
