@@ -908,6 +908,30 @@ fn graphs_count_what_they_take_when_they_first_run() {
     assert_eq!(model.passed(), 0);
 }
 
+/// The driver sets no bound to how many graphs lie within each other.
+#[test]
+fn a_graph_counts_what_lies_however_deep_in_it() {
+    let Some(model) = model() else { return };
+    for depth in [1, 16, 17, 300] {
+        let mut session = model.ready();
+        let mut graph = session.must("graph");
+        session.must(&format!("graph-alloc {graph} {} 0", 400 * MIB));
+        for _ in 0..depth {
+            let outer = session.must("graph");
+            session.must(&format!("graph-inner {outer} {graph}"));
+            graph = outer;
+        }
+        let exec = session.must(&format!("exec {graph}"));
+        let block = session.must(&format!("alloc {}", CEILING - 398 * MIB));
+        assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY, "{depth}");
+        session.must(&format!("free {block}"));
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 400 * MIB);
+        session.kill();
+    }
+    assert_eq!(model.passed(), 0);
+}
+
 /// Of one stream, graphs have the same memory, one after the other; of several, each its own.
 #[test]
 fn graphs_of_several_streams_count_each_their_own() {

@@ -8,10 +8,9 @@ use std::{
 use crate::{
     cuda::{
         memory,
-        types::{CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Device, Graph, Node, Properties, Result},
+        types::{CUDA_SUCCESS, Device, Graph, Node, Properties, Result},
         whole,
     },
-    log,
     real::driver,
 };
 
@@ -19,9 +18,6 @@ use crate::{
 const NODE_GRAPH: i32 = 4;
 const NODE_MEM_ALLOC: i32 = 10;
 const NODE_MEM_FREE: i32 = 11;
-/// Graphs within graphs: the driver allows few.
-const MAX_DEPTH: u32 = 16;
-
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`, both versions.
 #[repr(C)]
 struct AllocParameters {
@@ -45,44 +41,42 @@ pub(super) struct Allocations {
 }
 
 impl Allocations {
-    /// Those of `graph` and the graphs in it; the driver's error where it does not tell.
+    /// Those of `graph` and the graphs in it, however deep; the driver's error where it does not tell.
     pub fn of(graph: Graph) -> core::result::Result<Self, Result> {
         let mut all = Self::default();
-        all.add(graph, 0)?;
+        let mut graphs = vec![graph];
+        while let Some(graph) = graphs.pop() {
+            for node in nodes(graph)? {
+                all.add(node, &mut graphs)?;
+            }
+        }
         Ok(all)
     }
 
-    fn add(&mut self, graph: Graph, depth: u32) -> core::result::Result<(), Result> {
-        for node in nodes(graph)? {
-            let mut kind = 0;
-            // SAFETY: the node is of the graph, which lives; `kind` outlives the call.
-            succeeded(unsafe { driver!(cuda::cuGraphNodeGetType(node => Node, &raw mut kind => *mut i32)) })?;
-            match kind {
-                NODE_GRAPH => {
-                    if depth == MAX_DEPTH {
-                        log::line(format_args!(
-                            "a graph is refused: {MAX_DEPTH} graphs within each other are looked at"
-                        ));
-                        return Err(CUDA_ERROR_OUT_OF_MEMORY);
-                    }
-                    let mut inner = 0;
-                    // SAFETY: as above.
-                    succeeded(unsafe {
-                        driver!(cuda::cuGraphChildGraphNodeGetGraph(node => Node, &raw mut inner => *mut Graph))
-                    })?;
-                    self.add(inner, depth + 1)?;
-                }
-                NODE_MEM_ALLOC => self.made.extend(allocation(node)?),
-                NODE_MEM_FREE => {
-                    let mut address = 0;
-                    // SAFETY: as above.
-                    succeeded(unsafe {
-                        driver!(cuda::cuGraphMemFreeNodeGetParams(node => Node, &raw mut address => *mut u64))
-                    })?;
-                    self.freed.insert(address);
-                }
-                _ => {}
+    /// Adds what a node allocates or frees; of one that is a graph, that goes to `graphs`.
+    fn add(&mut self, node: Node, graphs: &mut Vec<Graph>) -> core::result::Result<(), Result> {
+        let mut kind = 0;
+        // SAFETY: the node is of a graph, which lives; `kind` outlives the call.
+        succeeded(unsafe { driver!(cuda::cuGraphNodeGetType(node => Node, &raw mut kind => *mut i32)) })?;
+        match kind {
+            NODE_GRAPH => {
+                let mut inner = 0;
+                // SAFETY: as above.
+                succeeded(unsafe {
+                    driver!(cuda::cuGraphChildGraphNodeGetGraph(node => Node, &raw mut inner => *mut Graph))
+                })?;
+                graphs.push(inner);
             }
+            NODE_MEM_ALLOC => self.made.extend(allocation(node)?),
+            NODE_MEM_FREE => {
+                let mut address = 0;
+                // SAFETY: as above.
+                succeeded(unsafe {
+                    driver!(cuda::cuGraphMemFreeNodeGetParams(node => Node, &raw mut address => *mut u64))
+                })?;
+                self.freed.insert(address);
+            }
+            _ => {}
         }
         Ok(())
     }
