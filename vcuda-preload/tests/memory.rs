@@ -808,6 +808,52 @@ fn memory_of_a_pool_is_that_of_its_device_whatever_the_stream() {
     assert_eq!(model.passed(), 0);
 }
 
+/// As managed memory does that is allocated by itself: any kernel may draw it to a GPU.
+#[test]
+fn managed_pools_count_in_full_wherever_they_prefer_to_be() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let (none, device, host, host_node) = (0, 1, 2, 3);
+    for kind in [none, host, host_node] {
+        let pool = session.must(&format!("managed-pool {kind} 0"));
+        exact(&model, &mut session, 0);
+        let block = session.must(&format!("from-pool {} {pool}", 600 * MIB));
+        exact(&model, &mut session, 600 * MIB);
+        let small = session.must(&format!("from-pool 1000 {pool}"));
+        exact(&model, &mut session, 600 * MIB + 1024);
+        assert_eq!(session.call(&format!("from-pool {} {pool}", 500 * MIB)).0, OUT_OF_MEMORY);
+        assert_eq!(session.call(&format!("alloc {}", 500 * MIB)).0, OUT_OF_MEMORY);
+        session.must(&format!("free-async {small}"));
+        session.must(&format!("free-async {block}"));
+        session.must("wait");
+        exact(&model, &mut session, 0);
+        session.must(&format!("free-pool {pool}"));
+    }
+    // On the GPU of the stream, where none is preferred, and else on that.
+    let stream = session.must("stream");
+    session.must("primary 1");
+    let pool = session.must(&format!("managed-pool {host} 0"));
+    session.must(&format!("from-pool {} {pool}", 10 * MIB));
+    assert_eq!((model.held(1), model.accounted(1)), (10 * MIB, 10 * MIB));
+    let pool = session.must(&format!("managed-pool {device} 1"));
+    session.must(&format!("from-pool {} {pool} {stream}", 10 * MIB));
+    assert_eq!((model.held(1), model.accounted(1)), (42 * MIB, 42 * MIB));
+    assert_eq!((model.held(0), model.accounted(0), model.passed()), (0, 0, 0));
+}
+
+/// The same of one that another library has made, which tells of itself since CUDA 13.0.
+#[test]
+fn managed_pools_that_are_found_count_in_full() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("MODEL_POOL_LOCATION", "1"));
+    session.must("init 0");
+    let pool = session.must("managed-pool-past 2 0");
+    session.must(&format!("from-pool {} {pool}", 600 * MIB));
+    exact(&model, &mut session, 600 * MIB);
+    assert_eq!(session.call(&format!("from-pool {} {pool}", 500 * MIB)).0, OUT_OF_MEMORY);
+    assert_eq!(model.passed(), 0);
+}
+
 /// What a pool keeps after all was freed is on the account however many pools there are.
 #[test]
 fn pools_are_told_apart_or_not_had() {

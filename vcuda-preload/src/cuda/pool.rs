@@ -125,7 +125,11 @@ impl Account {
     /// Brings the account in line with what the pool holds. False, with the account left as it is, if the pool holds
     /// more than is to be had.
     fn settle(&mut self, share: &Share, handle: Handle, by_force: bool) -> bool {
-        let (Some(gpu), Some(holds)) = (self.memory.gpu(), reserved(handle)) else { return true };
+        let (Some(gpu), Some(mut holds)) = (self.memory.gpu(), reserved(handle)) else { return true };
+        if let Memory::Managed(_) = self.memory {
+            // Wherever it is now, a kernel may draw it to the GPU.
+            holds = holds.max(self.used);
+        }
         if holds <= self.charged {
             share.give(gpu, self.charged - holds);
         } else {
@@ -253,7 +257,12 @@ unsafe fn allocate(
     };
     let mut account: Guard<'_, Account> = pool.account.lock();
     let gpu_of_pool = match account.memory {
-        Memory::Gpu(gpu) => gpu,
+        Memory::Gpu(gpu) | Memory::Managed(Some(gpu)) => gpu,
+        Memory::Managed(None) => {
+            let Some(gpu) = gpu else { return CUDA_ERROR_OUT_OF_MEMORY };
+            account.memory = Memory::Managed(Some(gpu));
+            gpu
+        }
         Memory::Foreign => return CUDA_ERROR_OUT_OF_MEMORY,
         Memory::Host => {
             drop(account);
@@ -274,6 +283,7 @@ unsafe fn allocate(
         return result;
     }
     let made = address.value();
+    account.used += bytes;
     if !account.settle(share, handle, false) {
         // It grew by more than was expected, and than there is.
         // SAFETY: just allocated, and known to nobody; pool and stream are the application's.
@@ -282,13 +292,13 @@ unsafe fn allocate(
             driver!(cuda::cuStreamSynchronize(stream => Stream));
             driver!(cuda::cuMemPoolTrimTo(handle => Handle, 0 => usize));
         }
+        account.used -= bytes;
         account.settle(share, handle, true);
         share.count_refusal(gpu_of_pool);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     let grown = account.charged.saturating_sub(before);
     account.learn(expected, grown);
-    account.used += bytes;
     if account.charged > account.used {
         // What nobody uses the driver gives back when it is next waited for.
         share.state().slack.store(1, Relaxed);
@@ -403,13 +413,11 @@ pub(crate) unsafe extern "C" fn cuMemPoolCreate(
     let result = call(pool.room(), &raw const copy);
     if result == CUDA_SUCCESS
         && let Some(share) = share()
+        && find_or_make(share, pool.value(), Memory::of(share, copy.begin)).is_none()
     {
-        let memory = copy.begin.device().map_or(Memory::Host, |device| Memory::of_device(share, device));
-        if find_or_make(share, pool.value(), memory).is_none() {
-            // SAFETY: just made, and known to nobody.
-            unsafe { driver!(cuda::cuMemPoolDestroy(pool.value() => Handle)) };
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        }
+        // SAFETY: just made, and known to nobody.
+        unsafe { driver!(cuda::cuMemPoolDestroy(pool.value() => Handle)) };
+        return CUDA_ERROR_OUT_OF_MEMORY;
     }
     pool.hand_over(result)
 }

@@ -110,10 +110,23 @@ impl Properties {
         (2..=4).contains(&location_kind)
     }
 
-    /// The device whose memory is meant; none for the host's.
+    /// Of a kind of memory (`CUmemAllocationType`) at a location, as the driver tells them.
+    pub fn new(kind: i32, location_kind: i32, location: i32) -> Self {
+        let [kind, location_kind, location] = [kind, location_kind, location].map(i32::cast_unsigned);
+        Self { kind, handle_types: 0, location_kind, location }
+    }
+
+    /// Whether it is managed memory, whose location is where it shall rather be.
+    pub fn is_managed(&self) -> bool {
+        // CU_MEM_ALLOCATION_TYPE_MANAGED.
+        self.kind == 2
+    }
+
+    /// The device whose memory is meant; none for the host's, and where managed memory need not be anywhere.
     pub fn device(&self) -> Option<Device> {
         match self.location_kind {
             kind if Self::is_host(kind) => None,
+            0 if self.is_managed() => None,
             // DEVICE_LOCALITY_DOMAIN: a part of the device that the first byte names.
             6 => Some(Device::from(self.location.to_le_bytes()[0])),
             // DEVICE, and what is newer: better on the account of a device than on none.

@@ -926,7 +926,7 @@ int cuMipmappedArrayDestroy(struct array *array) { return cuArrayDestroy(array);
 /* What was freed is free to work that comes after it: in the same stream, in one that waits for that, or once it is done. */
 #define PENDING 64
 struct pool {
-    int gpu;
+    int gpu, managed;
     uint64_t reserved, used, threshold;
     int live, destroyed, no_dependencies, known;
     struct { struct stream *in; uint64_t at, bytes; } pending[PENDING];
@@ -982,6 +982,7 @@ int cuMemPoolCreate(struct pool **pool, const struct properties *properties) {
     *pool = calloc(1, sizeof **pool);
     (*pool)->next = pools, pools = *pool;
     (*pool)->gpu = properties->location_kind == 1 ? gpu_of(properties->location) : -1;
+    (*pool)->managed = properties->kind == 2;
     return OK;
 }
 static int comes_after(struct stream *stream, struct stream *other);
@@ -1019,6 +1020,11 @@ int cuMemAllocFromPoolAsync(uint64_t *address, size_t bytes, struct pool *pool, 
     if ((uintptr_t)stream > 2 && stream->capture)
         return add_alloc_node(stream->capture, bytes, stream->context->device, address);
     uint64_t taken = (bytes + 511) & ~511ull;
+    if (pool->managed && pool->gpu < 0) {
+        /* It is the host's, until a kernel draws all of it to its GPU, of which the pool tells nothing. */
+        int gpu = gpu_of((uintptr_t)stream > 2 ? stream->context->device : CURRENT->device), result = take(gpu, taken);
+        return result ? result : (*address = add_block((struct block){bytes, taken, NULL, NULL, gpu, 0, 0}), OK);
+    }
     pthread_mutex_lock(&lock);
     uint64_t used = pool->used + pending(pool, stream_of(stream));
     /* All that is free is in pieces that are too small. */
@@ -1154,6 +1160,7 @@ int cuMemPoolGetAttribute(struct pool *pool, int which, void *value) {
     case 5: return *(uint64_t *)value = pool->reserved, OK;
     case 7: return *(uint64_t *)value = pool->used, OK;
     /* Drivers before 13.0 do not say where it is. */
+    case 9: return getenv("MODEL_POOL_LOCATION") ? (*(int *)value = 1 + pool->managed, OK) : INVALID_VALUE;
     case 11: return getenv("MODEL_POOL_LOCATION") ? (*(int *)value = device_of(pool->gpu), OK) : INVALID_VALUE;
     case 12: return getenv("MODEL_POOL_LOCATION") ? (*(int *)value = pool->gpu < 0 ? 2 : 1, OK) : INVALID_VALUE;
     default: return INVALID_VALUE;

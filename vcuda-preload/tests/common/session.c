@@ -393,6 +393,15 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         passes(&change_in, &properties);
         return CALL("cuMemPoolCreate", out, &properties);
     }
+    if (!strcmp(name, "managed-pool")) {
+        properties.kind = 2, properties.location_kind = a, properties.location = b;
+        return CALL("cuMemPoolCreate", out, &properties);
+    }
+    if (!strcmp(name, "managed-pool-past")) {
+        /* As by the driver's own tables. */
+        properties.kind = 2, properties.location_kind = a, properties.location = b;
+        return ((int (*)(u64 *, struct properties *))of_model("cuMemPoolCreate"))(out, &properties);
+    }
     if (!strcmp(name, "free-pool")) return CALL("cuMemPoolDestroy", a);
     if (!strcmp(name, "from-pool")) return CALL("cuMemAllocFromPoolAsync", out, a, b, c);
     if (!strcmp(name, "pool-of")) return CALL("cuDeviceGetDefaultMemPool", out, a);
