@@ -220,7 +220,11 @@ fn list(args: &List, out: &mut dyn Write) -> Result<bool> {
 
 fn list_text(registry: &Registry, folders: &[PathBuf], out: &mut dyn Write) -> io::Result<()> {
     if registry.devices.is_empty() {
-        let folders: Vec<_> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        let named = |folder: &PathBuf| {
+            let none = if folder.exists() { "" } else { " (there is no such folder)" };
+            format!("{}{none}", folder.display())
+        };
+        let folders: Vec<_> = folders.iter().map(named).collect();
         writeln!(out, "no devices in {}", folders.join(", "))?;
     } else {
         let width = registry.devices.keys().map(String::len).max().unwrap_or(0).max("DEVICE".len());

@@ -80,6 +80,8 @@ fn list_shows_devices_and_tells_conflicts() {
     assert_eq!(output.status.code(), Some(1));
     let text = stdout(&output);
     assert!(text.contains("conflict: v/c=d") && text.contains("left out: ./c.json"), "{text}");
+    let output = folder.run(&["list", "--folder", "gone"]);
+    assert_eq!(stdout(&output), "no devices in gone (there is no such folder)\n");
     let output = folder.run(&["list", "--folder", ".", "-o", "json"]);
     assert_eq!(json(&output)["conflicts"]["v/c=d"].as_array().unwrap().len(), 2);
 }

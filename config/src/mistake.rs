@@ -26,6 +26,11 @@ pub(crate) fn mistake(text: &str, error: &serde_saphyr::Error) -> String {
     ] {
         reason = reason.replace(said, meant);
     }
+    // What follows is for whoever calls the parser.
+    if let Some((said, _)) = reason.split_once(", set DuplicateKeyPolicy") {
+        let key = said.trim_start_matches("duplicate mapping key: ");
+        reason = format!("{key} is there already; keep one of them");
+    }
     // A parser's text may have many lines, and a part of the file.
     let mut reason = reason.lines().next().unwrap_or_default();
     let mut place = String::new();

@@ -494,6 +494,7 @@ mod tests {
         for (value, shown, wanted) in [
             ("gpus: {reservedMib: 1GiB}", "line 2", "must be a whole number"),
             ("gpus: {reservedMib: -5}", "reservedMib: -5", "must be a whole number"),
+            ("images: {}\nimages: {}", "line 3", "images is there already; keep one of them; config/"),
             ("gpus: {exclude: GPU-1}", "exclude: GPU-1", "must be a list"),
             ("metrics: {listen: 10282}", "listen: 10282", "an address and a port"),
         ] {

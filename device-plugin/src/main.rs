@@ -72,7 +72,7 @@ enum Command {
         #[arg(short, long, default_value_t = 1, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
         interval: u64,
         /// Number of looks, after which it ends; without it, it goes on until stopped
-        #[arg(short = 'n', long, value_name = "N")]
+        #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         count: Option<u64>,
     },
     /// Change what a running container may use
@@ -313,7 +313,7 @@ fn ended(outcome: Result<(), Fatal>) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
-            eprintln!("{fatal}");
+            eprintln!("vcuda-device-plugin: {fatal}");
             fatal.exit().into()
         }
     }
@@ -332,7 +332,7 @@ fn explain(config: &Path, of: &Explain) -> Result<ExitCode, Fatal> {
     let request = match Request::new(of.core.unwrap_or(0), of.memory.map_or(0, NonZeroU32::get)) {
         Ok(request) => request,
         Err(error) => {
-            eprintln!("{error}");
+            eprintln!("vcuda-device-plugin: {error}");
             return Ok(Exit::FitsNowhere.into());
         }
     };

@@ -95,6 +95,7 @@ fn an_image_fits_does_not_or_is_left_open_and_the_exit_code_says_which() {
         ("rootfs", "gone", "No such file"),
         ("image", "gone.tar", "No such file"),
         ("image", "config.yaml", "config.yaml"),
+        ("image", "fits", "is a folder; check an unpacked image with `vcuda-check rootfs`"),
         ("container", "c0ffee", "c0ffee"),
     ] {
         let file = if what == "container" { file.to_owned() } else { place.text(file) };
@@ -144,6 +145,9 @@ fn a_matrix_tells_of_each_image_against_each_driver_and_of_those_that_cannot_be_
     let place = Place::new().with_glibc();
     let (code, _, error) = place.check(&["matrix"]);
     assert!(code == Some(2) && error.contains("--list <FILE>|--running|--seen"), "{error}");
+
+    let (code, _, error) = place.check(&["matrix", "--list", &place.text("gone")]);
+    assert!(code == Some(2) && error.contains("cannot be read; name a file"), "{error}");
 
     fs::create_dir_all(place.at("none")).unwrap();
     let (fits, none, gone) = (place.text("fits"), place.text("none"), place.text("gone.tar"));

@@ -180,6 +180,8 @@ fn arguments_that_make_no_sense_are_one_sentence_and_exit_code_2() {
     }
     let text = sentence(&run(Command::new(hook()).arg("guard"), ""), 2);
     assert!(text.contains("--state") && text.contains("--install"), "what is missing is named: {text}");
+    let text = sentence(&run(&mut Command::new(hook()), ""), 2);
+    assert!(text.contains("no hook is named"), "{text}");
 }
 
 #[test]

@@ -259,8 +259,12 @@ async fn bind(address: SocketAddr, flag: &str) -> Result<TcpListener> {
 async fn client(kubeconfig: Option<&Path>) -> Result<Client> {
     let mut config = match kubeconfig {
         Some(path) => {
-            let file = Kubeconfig::read_from(path)
-                .with_context(|| format!("--kubeconfig {}: cannot be used", path.display()))?;
+            let file = Kubeconfig::read_from(path).with_context(|| {
+                format!(
+                    "--kubeconfig {}: cannot be used; name a kubeconfig that this user may read",
+                    path.display()
+                )
+            })?;
             Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?
         }
         None => Config::infer().await.context("there is no way to the API server; pass --kubeconfig")?,

@@ -45,6 +45,8 @@ fn what_cannot_be_answered_says_so_by_its_exit_code() {
         (&["explain", "ns/nobody"], 1, "inventory.json"),
         (&["nonsense"], 2, "nonsense"),
         (&["status", "-o", "yaml"], 2, "yaml"),
+        (&["status"], 1, "vcuda-device-plugin: "),
+        (&["top", "--count", "0"], 2, "--count"),
     ] {
         let output = node.run(arguments);
         let said = String::from_utf8_lossy(&output.stderr);

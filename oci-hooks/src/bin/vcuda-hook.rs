@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, error::ErrorKind};
 use oci_hooks::{
     guard::{self, Refusal},
     ldcache, links,
@@ -95,6 +95,12 @@ fn main() -> ExitCode {
         Err(error) if !error.use_stderr() => {
             let _ = error.print();
             return ExitCode::SUCCESS;
+        }
+        Err(error) if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            say(
+                "no hook is named; an OCI runtime starts this program, as the CDI specification says; see --help",
+            );
+            return Exit::Usage.into();
         }
         Err(error) => {
             // The first paragraph is the sentence, over several lines where it lists something; usage and hints follow.

@@ -27,6 +27,7 @@ pub(super) enum What {
     #[command(after_help = codes())]
     Rootfs {
         /// The folder.
+        #[arg(value_name = "FOLDER")]
         dir: PathBuf,
         #[command(flatten)]
         started: Started,
@@ -69,7 +70,7 @@ pub(super) enum What {
         containerd_config: Option<PathBuf>,
         /// Root of another driver than the installed one, or the folder of its libraries: what it has that the shim does
         /// not know.
-        #[arg(long, value_name = "DIR")]
+        #[arg(long, value_name = "FOLDER")]
         driver: Option<PathBuf>,
         #[command(flatten)]
         common: Common,
@@ -99,7 +100,7 @@ pub(super) enum What {
         #[arg(long)]
         seen: bool,
         /// Root of a driver, or a folder of its libraries; may be given more than once. Default: this node's.
-        #[arg(long, value_name = "DIR")]
+        #[arg(long, value_name = "FOLDER")]
         driver: Vec<PathBuf>,
         /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
         #[arg(long, value_name = "FILE")]
@@ -132,7 +133,7 @@ pub(super) struct Started {
 pub(super) struct Against {
     /// Root of the driver to check against, or the folder of its libraries. Default: the node file's driverRoot,
     /// where a driver is there.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "FOLDER")]
     pub(super) driver: Option<PathBuf>,
     /// The shim to check against. Default: the one installed on this node, else glibc 2.17 is assumed.
     #[arg(long, value_name = "FILE")]
@@ -146,7 +147,7 @@ pub(super) struct Against {
 #[derive(Args)]
 pub(super) struct Containerd {
     /// containerd's state folder.
-    #[arg(long, value_name = "DIR", default_value = "/run/containerd")]
+    #[arg(long, value_name = "FOLDER", default_value = "/run/containerd")]
     pub(super) containerd_state: PathBuf,
     /// containerd's namespace; Kubernetes has its own.
     #[arg(long, value_name = "NAME", default_value = "k8s.io")]
@@ -155,7 +156,7 @@ pub(super) struct Containerd {
 
 #[derive(Args)]
 pub(super) struct Common {
-    /// The node file.
+    /// Node file. Without it, the default file may be absent.
     #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
     pub(super) config: PathBuf,
     /// How the answer is written.

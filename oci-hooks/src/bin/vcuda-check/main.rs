@@ -13,7 +13,7 @@ use std::{
     process::ExitCode,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use arguments::{Cli, Containerd, Output, What};
 use clap::Parser;
 use ledger::{Inventory, ShareState, Shares};
@@ -136,6 +136,9 @@ fn see_folder(dir: &Path, command: Command, scans: &Scans) -> Result<Seen<Rootfs
 }
 
 fn see_archive(file: &Path) -> Result<Seen<archive::Tree>> {
+    if file.is_dir() {
+        bail!("{} is a folder; check an unpacked image with `vcuda-check rootfs`", file.display());
+    }
     archive::see(file, archive::Limits::default(), &mut progress())
         .with_context(|| file.display().to_string())
 }
@@ -157,7 +160,12 @@ fn matrix(
 ) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     if let Some(list) = list {
-        let text = std::fs::read_to_string(list).with_context(|| list.display().to_string())?;
+        let text = std::fs::read_to_string(list).with_context(|| {
+            format!(
+                "--list {}: cannot be read; name a file with one root folder or image file a line",
+                list.display()
+            )
+        })?;
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
         for line in lines {
             let path = Path::new(line);
