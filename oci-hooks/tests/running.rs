@@ -102,6 +102,31 @@ impl Drop for Containerd {
     }
 }
 
+/// What README has people merge into containerd's configuration is all that its CDI and NRI need.
+#[test]
+#[ignore = "needs integration/setup.sh"]
+fn containerd_with_the_settings_that_are_deployed_is_ready_for_shares() {
+    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/deploy/containerd");
+    let check = |line: &str, config: &Path| {
+        let output = Command::new(env!("CARGO_BIN_EXE_vcuda-check"))
+            .args(["node", "-o", "json", "--containerd"])
+            .arg(cache().join(format!("containerd-{line}/usr/bin/containerd")))
+            .arg("--containerd-config")
+            .arg(config)
+            .output()
+            .unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let findings = report["findings"].as_array().unwrap().iter();
+        let ids = findings.map(|finding| finding["id"].as_str().unwrap().to_owned());
+        let settings = ["containerd-unknown", "cdi-off", "cdi-folder-unknown", "nri-off", "nri-socket-other"];
+        ids.filter(|id| settings.contains(&id.as_str())).collect::<Vec<_>>()
+    };
+    for (line, file) in [("1.7", "1.7.toml"), ("2.1", "2.x.toml")] {
+        assert_eq!(check(line, &deploy.join(file)), Vec::<String>::new(), "{file}");
+    }
+    assert_eq!(check("1.7", Path::new("/dev/null")), ["cdi-off", "nri-off"], "without them");
+}
+
 #[test]
 #[ignore = "needs root, integration/setup.sh and tests/material/get"]
 fn a_running_container_is_found_through_its_shim_on_both_lines() {
