@@ -2,14 +2,17 @@
 
 use std::{
     fs,
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     net::{TcpListener, TcpStream},
 };
 
 use ledger::{Driver, Inventory};
 use rustix::process::Signal;
 
-use crate::daemon::{Node, verdict};
+use crate::{
+    PATIENCE,
+    daemon::{Node, verdict},
+};
 
 #[test]
 fn help_names_the_exit_codes_of_each_command() {
@@ -196,5 +199,14 @@ fn metrics_are_served_and_an_address_that_is_taken_costs_nothing_else() {
         answer.starts_with("HTTP/1.1 200") && answer.contains("\nvcuda_shares_unreadable 0\n"),
         "{answer}"
     );
+
+    // Whoever opens connections and says nothing keeps nobody from reading, and costs a bounded number of open files.
+    let idle: Vec<_> = (0..200).map(|_| TcpStream::connect(address).unwrap()).collect();
+    assert!(get("/metrics").starts_with("HTTP/1.1 200"));
+    let mut first = &idle[0];
+    first.set_read_timeout(Some(PATIENCE)).unwrap();
+    let closed = first.read(&mut [0]);
+    let is_closed = |error: &std::io::Error| error.kind() == ErrorKind::ConnectionReset;
+    assert!(matches!(&closed, Ok(0)) || closed.as_ref().is_err_and(is_closed), "{closed:?}");
     assert!(daemon.stop().success());
 }
