@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, fs::DirBuilder, os::unix::fs::DirBuilderExt, path::Path, sync::Arc};
 
-use ledger::{Driver, Inventory, Shares};
+use ledger::{Inventory, Shares};
 use rustix::fs::{Access, access};
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
@@ -31,12 +31,15 @@ pub(crate) struct Keeper {
     /// GPUs that take no new share, as an administrator last said.
     cordon: BTreeSet<GpuUuid>,
     node: Option<Node>,
-    /// What is on disk.
-    stored: Option<Inventory>,
-    /// The driver for which the CDI spec was last made sure of.
-    spec_of: Option<Driver>,
+    /// The inventory was on disk once.
+    stored: bool,
+    /// The CDI spec was there once.
+    spec_made: bool,
     /// The last thing that was said about what is missing, so that it is said once.
     told: Option<String>,
+    /// The same of the inventory and of the CDI spec.
+    told_inventory: Option<String>,
+    told_spec: Option<String>,
     told_checkpoint: bool,
 }
 
@@ -60,9 +63,11 @@ impl Keeper {
             ensure_cdi,
             offer,
             node: None,
-            stored: None,
-            spec_of: None,
+            stored: false,
+            spec_made: false,
             told: None,
+            told_inventory: None,
+            told_spec: None,
             told_checkpoint: false,
         }
     }
@@ -80,7 +85,10 @@ impl Keeper {
         let Some(mut node) = self.look(survey)? else { return Ok(false) };
         node.inventory.cordoned = self.cordon.iter().cloned().collect();
         self.tell_changes(&node);
-        let ready = self.store(&node.inventory)? & self.make_spec(&node.inventory.driver)?;
+        // While there is no driver, the last one's is as good as any.
+        let driver_there = matches!(survey, Survey::Found(_));
+        let ready =
+            self.store(&node.inventory)? & if driver_there { self.make_spec() } else { self.spec_made };
         let withdrawn = self.withdrawn(&node.inventory);
         let offer = Offer::new(node.gpus.clone(), withdrawn);
         let told = node.inventory.node_gpus(node.inventory.groups.clone());
@@ -182,44 +190,50 @@ impl Keeper {
         named.collect::<Vec<_>>().join(", ")
     }
 
-    /// False when it must be tried again.
+    /// Sees to it that the inventory is on disk, whoever has removed it. What is there already needs no room. False when it must
+    /// be tried again.
     fn store(&mut self, inventory: &Inventory) -> Result<bool, Fatal> {
-        if self.stored.as_ref() == Some(inventory) {
-            return Ok(true);
-        }
         let path = self.file.paths.inventory();
-        match inventory.store(&path) {
+        let there = Inventory::load(&path).is_ok_and(|there| there == *inventory);
+        match if there { Ok(()) } else { inventory.store(&path) } {
             Ok(()) => {
-                self.stored = Some(inventory.clone());
+                (self.stored, self.told_inventory) = (true, None);
                 Ok(true)
             }
-            Err(source) if self.stored.is_none() => {
+            Err(source) if !self.stored => {
                 Err(Fatal::Unwritable { key: "paths.state", path: self.file.paths.state.clone(), source })
             }
             Err(error) => {
-                error!(path = %path.display(), %error, "the inventory is out of date; trying again");
+                let error = error.to_string();
+                if self.told_inventory.as_ref() != Some(&error) {
+                    error!(path = %path.display(), error, "the inventory is out of date; trying again");
+                    self.told_inventory = Some(error);
+                }
                 Ok(false)
             }
         }
     }
 
-    /// False when it must be tried again.
-    fn make_spec(&mut self, driver: &Driver) -> Result<bool, Fatal> {
-        if self.spec_of.as_ref() == Some(driver) {
-            return Ok(true);
-        }
+    /// Sees to it that the CDI spec is there and fits the driver, whoever has removed it: containers that start again need it,
+    /// for which kubelet asks nobody. False when it must be tried again.
+    fn make_spec(&mut self) -> bool {
         match (self.ensure_cdi)() {
             Ok(()) => {
-                self.spec_of = Some(driver.clone());
-                Ok(true)
+                (self.spec_made, self.told_spec) = (true, None);
+                true
             }
             Err(error) => {
                 let error = in_one_line(error.as_ref());
-                if self.told.as_ref() != Some(&error) {
-                    error!(error, "no CDI spec; trying again, kubelet is told of the GPUs when there is one");
-                    self.told = Some(error);
+                if self.told_spec.as_ref() != Some(&error) {
+                    let then = if self.spec_made {
+                        "the CDI spec is out of date; trying again"
+                    } else {
+                        "no CDI spec; trying again, kubelet is told of the GPUs when there is one"
+                    };
+                    error!(error, "{then}");
+                    self.told_spec = Some(error);
                 }
-                Ok(false)
+                false
             }
         }
     }
@@ -268,4 +282,65 @@ pub(crate) fn check_writable(key: &'static str, path: &Path, mode: u32) -> Resul
     let made = DirBuilder::new().recursive(true).mode(mode).create(path);
     made.and_then(|()| Ok(access(path, Access::WRITE_OK | Access::EXEC_OK)?))
         .map_err(|source| Fatal::Unwritable { key, path: path.into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::MetadataExt};
+
+    use ledger::Driver;
+
+    use super::*;
+    use crate::nvml::SeenGpu;
+
+    fn survey() -> Survey {
+        let gpu = SeenGpu {
+            uuid: GpuUuid::from_bytes([1; 16]),
+            name: "H100".into(),
+            minor: 0,
+            total_bytes: 80 << 30,
+            capability: Some(90),
+            numa_node: None,
+            pci_bus_id: "00000000:01:00.0".into(),
+            mig: false,
+            trouble: None,
+        };
+        let driver = Driver { version: "550.163.01".into(), library_dir: "/usr/lib64".into() };
+        Survey::Found(Found { driver, gpus: vec![gpu], silent: None, groups: Vec::new() })
+    }
+
+    fn keeper(folder: &Path) -> Keeper {
+        let mut file = NodeFile::default();
+        file.paths.state = folder.into();
+        file.paths.driver_root = folder.join("driver");
+        let spec = folder.join("spec");
+        let ensure: Arc<EnsureCdi> = Arc::new(move || Ok(fs::write(&spec, "")?));
+        let (offer, tell) = (watch::channel(Arc::default()).0, watch::channel(None).0);
+        Keeper::new(file, "boot".into(), false, ensure, offer, tell)
+    }
+
+    /// A container that starts again needs both, and nobody calls for them: kubelet has the answer to Allocate.
+    #[test]
+    fn what_was_removed_or_spoiled_is_made_again_with_the_next_step() {
+        let folder = tempfile::tempdir().unwrap();
+        let (inventory, spec) = (folder.path().join("inventory.json"), folder.path().join("spec"));
+        let mut keeper = keeper(folder.path());
+        assert!(keeper.step(&survey(), None).unwrap());
+        let whole = fs::read(&inventory).unwrap();
+        fs::write(&inventory, &whole[..whole.len() / 2]).unwrap();
+        fs::remove_file(&spec).unwrap();
+        assert!(keeper.step(&survey(), None).unwrap());
+        assert!(fs::read(&inventory).unwrap() == whole && spec.exists());
+    }
+
+    /// So a plugin that is started again on a full disk serves as before.
+    #[test]
+    fn an_inventory_that_is_right_is_not_written_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let inode = || fs::metadata(folder.path().join("inventory.json")).unwrap().ino();
+        keeper(folder.path()).step(&survey(), None).unwrap();
+        let first = inode();
+        keeper(folder.path()).step(&survey(), None).unwrap();
+        assert_eq!(inode(), first);
+    }
 }
