@@ -333,6 +333,20 @@ mod tests {
         assert!(fs::read(&inventory).unwrap() == whole && spec.exists());
     }
 
+    /// Also where it hangs, see `nvml::Surveyor::now`.
+    #[test]
+    fn while_the_driver_does_not_answer_its_gpus_take_nothing_and_the_last_spec_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut keeper = keeper(folder.path());
+        assert!(keeper.step(&survey(), None).unwrap());
+        let spec = folder.path().join("spec");
+        fs::remove_file(&spec).unwrap();
+        assert!(keeper.step(&Survey::NoDriver("it hangs".into()), None).unwrap());
+        let inventory = Inventory::load(&folder.path().join("inventory.json")).unwrap();
+        assert!(!inventory.gpus[0].healthy && !spec.exists());
+        assert!(keeper.node.as_ref().unwrap().gpus[0].trouble.as_ref().unwrap().contains("it hangs"));
+    }
+
     /// So a plugin that is started again on a full disk serves as before.
     #[test]
     fn an_inventory_that_is_right_is_not_written_again() {

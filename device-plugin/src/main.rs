@@ -396,7 +396,7 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
         .enable_all()
         .build()
         .map_err(system("no event loop could be started"))?;
-    runtime.block_on(async {
+    let outcome = runtime.block_on(async {
         let mut end = End::catch().map_err(system("signals cannot be caught"))?;
         let (stop, stopped) = watch::channel(false);
         tokio::spawn(async move {
@@ -406,7 +406,10 @@ fn run_until_signal(file: NodeFile, access: Access, fail_without_driver: bool) -
             stop.closed().await;
         });
         plugin::run(file, access, fail_without_driver, stopped).await
-    })
+    });
+    // A call that waits for a disk or the driver is no reason to stay.
+    runtime.shutdown_background();
+    outcome
 }
 
 fn end(fatal: &Fatal) -> ExitCode {

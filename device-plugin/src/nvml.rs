@@ -9,7 +9,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread,
@@ -56,6 +56,10 @@ const EVENT_WAIT: Duration = Duration::from_millis(500);
 /// How often it is asked how GPUs are connected, while they are the same: links to NVSwitches come up when the fabric
 /// manager has started.
 const CONNECTIONS_EVERY: Duration = Duration::from_secs(60);
+
+/// For how long NVML may keep this thread waiting. It starts in seconds a GPU on a node without nvidia-persistenced. A call that
+/// does not come back, as into a kernel module that waits for a dead GPU, never does.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 
 /// NVLinks of a GPU at most (nvml.h, NVML_NVLINK_MAX_LINKS).
 const MAX_LINKS: u32 = 18;
@@ -118,7 +122,23 @@ pub struct SeenGpu {
 pub struct Surveyor {
     surveys: watch::Receiver<Survey>,
     holders: Arc<Holders>,
+    pulse: Arc<Pulse>,
     _stop: Sender<()>,
+}
+
+/// When the surveying thread last came back from NVML.
+#[derive(Debug)]
+struct Pulse(Mutex<Instant>);
+
+impl Pulse {
+    fn beat(&self, now: Instant) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    }
+
+    fn is_gone(&self, now: Instant) -> bool {
+        let last = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        now.saturating_duration_since(last) >= ANSWERS_WITHIN
+    }
 }
 
 impl Surveyor {
@@ -132,6 +152,7 @@ impl Surveyor {
         let (publish, surveys) = watch::channel(Survey::Pending);
         let (stop, stopped) = channel();
         let holders = Arc::new(Holders::default());
+        let pulse = Arc::new(Pulse(Mutex::new(Instant::now())));
         let xids = XidBook::new(ignored_xids.iter().copied(), QUIET);
         let mut survey = Surveying {
             publish,
@@ -139,6 +160,7 @@ impl Surveyor {
             xids,
             meter,
             holders: Arc::clone(&holders),
+            pulse: Arc::clone(&pulse),
             pause: DRIVER_EVERY.0,
             seen: BTreeSet::new(),
             connections: None,
@@ -147,12 +169,23 @@ impl Surveyor {
         thread::Builder::new()
             .name("nvml".into())
             .spawn(move || while survey.look_for_driver(&driver_root) {})?;
-        Ok(Self { surveys, holders, _stop: stop })
+        Ok(Self { surveys, holders, pulse, _stop: stop })
     }
 
     /// The surveys; a new one is there when something has changed.
     pub fn surveys(&self) -> watch::Receiver<Survey> {
         self.surveys.clone()
+    }
+
+    /// What NVML says at this moment: the last survey, or, where it has kept the thread waiting for too long, that it says nothing.
+    pub(crate) fn now(&self) -> Survey {
+        if self.pulse.is_gone(Instant::now()) {
+            return Survey::NoDriver(format!(
+                "NVML has not come back for {} s or more; see the kernel log, the node may need a reboot",
+                ANSWERS_WITHIN.as_secs()
+            ));
+        }
+        self.surveys.borrow().clone()
     }
 
     /// For who wants to know what processes hold of the GPUs' memory.
@@ -179,6 +212,7 @@ struct Surveying {
     seen: BTreeSet<GpuUuid>,
     meter: Arc<Meter>,
     holders: Arc<Holders>,
+    pulse: Arc<Pulse>,
     connections: Option<Connections>,
     /// Uncorrected memory errors, as they were last counted.
     ecc: BTreeMap<GpuUuid, u64>,
@@ -355,6 +389,7 @@ impl Surveying {
 
     /// True when the thread should end.
     fn sleep(&self, time: Duration) -> bool {
+        self.pulse.beat(Instant::now());
         self.stopped.recv_timeout(time) == Err(RecvTimeoutError::Disconnected)
     }
 }
@@ -510,4 +545,19 @@ fn explain(error: &NvmlError) -> String {
         _ => return error.to_string(),
     };
     format!("{error}; {remedy}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nvml_that_does_not_come_back_is_no_driver_until_it_does() {
+        let start = Instant::now();
+        let pulse = Pulse(Mutex::new(start));
+        assert!(!pulse.is_gone(start + ANSWERS_WITHIN - Duration::from_millis(1)));
+        assert!(pulse.is_gone(start + ANSWERS_WITHIN));
+        pulse.beat(start + ANSWERS_WITHIN);
+        assert!(!pulse.is_gone(start + ANSWERS_WITHIN));
+    }
 }

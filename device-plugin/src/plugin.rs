@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 
 use tokio::{
     sync::watch,
-    task::{self, AbortHandle, JoinError, JoinSet},
+    task::{self, AbortHandle, JoinError, JoinHandle, JoinSet},
     time,
 };
 use tracing::info;
@@ -99,19 +99,30 @@ pub async fn run(
     let _cluster =
         AbortOnDrop(tokio::spawn(cluster::follow(access, names, paths.shares(), ports)).abort_handle());
     let mut sessions = JoinSet::new();
+    let mut tending: Option<JoinHandle<()>> = None;
     loop {
-        let survey = surveys.borrow_and_update().clone();
+        surveys.mark_unchanged();
+        let survey = surveyor.now();
         let cordon = cordons.borrow_and_update().clone();
-        let floor = floor.clone();
+        // By itself: a driver that does not come back must keep nobody from saying so.
+        if let Some(tended) = tending.take_if(|tending| tending.is_finished()) {
+            tended.await.unwrap_or_else(go_down);
+        }
+        if let (Some(floor), None) = (&floor, &tending) {
+            let floor = Arc::clone(floor);
+            tending = Some(task::spawn_blocking(move || floor.tend()));
+        }
         let step = task::spawn_blocking(move || {
             let ready = keeper.step(&survey, cordon.as_ref());
-            if let Some(floor) = floor {
-                floor.tend();
-            }
             (keeper, ready)
         });
+        let stepped = tokio::select! {
+            stepped = step => stepped,
+            // What a disk that stands still leaves half done is done by the next one.
+            _ = stop.wait_for(|stop| *stop) => break,
+        };
         let ready;
-        (keeper, ready) = match step.await {
+        (keeper, ready) = match stepped {
             Ok((keeper, ready)) => (keeper, ready?),
             Err(error) => go_down(error),
         };

@@ -112,12 +112,15 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         // A container that waits for its share need not wait for a thread to be made.
         .thread_keep_alive(WORKER_STAYS)
         .build()?;
-    runtime.block_on(async {
+    let ended = runtime.block_on(async {
         let mut end = End::catch().context("signals cannot be caught")?;
         way.go(async { end.asked().await }).await?;
         Ok::<_, anyhow::Error>(())
-    })?;
-    Ok(ExitCode::SUCCESS)
+    });
+    // A call that waits for a disk is no reason to stay: it has been waited for as long as it may take, and the next plugin
+    // starts only when this one is gone.
+    runtime.shutdown_background();
+    ended.map(|()| ExitCode::SUCCESS)
 }
 
 fn exit(error: &anyhow::Error) -> Exit {

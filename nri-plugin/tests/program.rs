@@ -131,6 +131,30 @@ async fn started_by_containerd_it_takes_its_settings_from_there_and_logs_to_the_
     assert!(log.contains("bound") && log.contains("uid-1_main"), "{log}");
 }
 
+/// Or the next plugin would wait for it, and no share start on the node meanwhile.
+#[tokio::test]
+async fn a_call_that_hangs_does_not_keep_it_from_ending() {
+    let node = TestNode::new();
+    let listener = listen(&node);
+    let mut child = program(&node).spawn().unwrap();
+    let (trunk, _) = listener.accept().await.unwrap();
+    let mut runtime = FakeRuntime::start(trunk).await;
+    runtime.admit().await;
+    let held = fs::File::open(node.file.paths.shares()).unwrap();
+    held.lock().unwrap();
+    runtime.create(&pod(1), granted(&pod(1), "main", 1, 20, 4)).await.unwrap_err();
+    terminate(&child);
+    for _ in 0..2000 {
+        if let Some(status) = child.try_wait().unwrap() {
+            return assert_eq!(status.code(), Some(0));
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    held.unlock().unwrap();
+    child.wait().unwrap();
+    panic!("it waits for the disk");
+}
+
 #[test]
 fn what_it_cannot_work_with_is_said_in_one_sentence() {
     let node = TestNode::new();
