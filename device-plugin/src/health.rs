@@ -2,7 +2,7 @@
 //! GPU answers no more is not a matter of memory: the survey of the moment says so.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     time::{Duration, Instant},
 };
 
@@ -27,7 +27,8 @@ pub enum Noted {
 pub struct XidBook {
     ignored: BTreeSet<u64>,
     quiet: Duration,
-    last: HashMap<GpuUuid, (u64, Instant)>,
+    /// Of each GPU, when each of its XIDs came last.
+    last: HashMap<GpuUuid, BTreeMap<u64, Instant>>,
 }
 
 impl XidBook {
@@ -41,19 +42,25 @@ impl XidBook {
         if self.ignored.contains(&xid) {
             return Noted::Ignored;
         }
-        match self.last.insert(gpu, (xid, now)) {
-            Some((last, at)) if last == xid && now.duration_since(at) < self.quiet => Noted::Again,
+        match self.last.entry(gpu).or_default().insert(xid, now) {
+            Some(at) if now.duration_since(at) < self.quiet => Noted::Again,
             _ => Noted::New,
         }
     }
 
     /// Why the GPU should take no new shares, although it answers.
     pub fn trouble(&mut self, gpu: &GpuUuid, now: Instant) -> Option<String> {
-        self.last.retain(|_, (_, at)| now.duration_since(*at) < self.quiet);
-        self.last.get(gpu).map(|(xid, _)| {
+        self.last.retain(|_, xids| {
+            xids.retain(|_, at| now.duration_since(*at) < self.quiet);
+            !xids.is_empty()
+        });
+        // In the order of their numbers: the same words as long as they are the same, however they alternate.
+        self.last.get(gpu).map(|xids| {
+            let xids: Vec<_> = xids.keys().map(u64::to_string).collect();
             format!(
-                "it reported XID {xid}, see \"NVRM: Xid\" in the kernel log; it is back when it has answered without \
+                "it reported XID {}, see \"NVRM: Xid\" in the kernel log; it is back when it has answered without \
                  another one for {} s",
+                xids.join(", "),
                 self.quiet.as_secs()
             )
         })
@@ -82,6 +89,24 @@ mod tests {
         assert!(book.trouble(&gpu(1), start + QUIET).unwrap().contains("XID 48"));
         assert_eq!(book.trouble(&gpu(1), start + QUIET + QUIET), None);
         assert_eq!(book.note(gpu(1), 48, start + QUIET + QUIET), Noted::New);
+    }
+
+    /// A sick GPU reports two of them in turn, a thousand times a second: each is worth one line.
+    #[test]
+    fn xids_that_alternate_are_told_once_each() {
+        let start = Instant::now();
+        let mut book = XidBook::new(GpuPolicy::default().ignored_xids, QUIET);
+        assert_eq!((book.note(gpu(1), 119, start), book.note(gpu(1), 79, start)), (Noted::New, Noted::New));
+        let told = book.trouble(&gpu(1), start);
+        assert!(told.as_ref().unwrap().contains("XID 79, 119"), "{told:?}");
+        for _ in 0..3 {
+            assert_eq!(
+                (book.note(gpu(1), 119, start), book.note(gpu(1), 79, start)),
+                (Noted::Again, Noted::Again)
+            );
+            assert_eq!(book.trouble(&gpu(1), start), told);
+        }
+        assert_eq!(book.note(gpu(2), 79, start), Noted::New, "another GPU");
     }
 
     #[test]
