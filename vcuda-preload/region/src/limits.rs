@@ -18,7 +18,7 @@ use std::{
 use crate::{
     Lease, MAX_GPUS, Pace, Slots, Stretch, VERSION,
     layout::{Header, LIMITS_MAGIC, LIMITS_SIZE, LimitEntry, LimitsFile},
-    mapping::{Mapping, invalid, open},
+    mapping::{Mapping, NEVER_WAITS, invalid, open},
     pair::{halves, whole},
 };
 
@@ -86,7 +86,7 @@ impl Limits {
     /// The file cannot be opened, or is none of this layout.
     pub fn open(path: &Path) -> io::Result<Self> {
         let path = CString::new(path.as_os_str().as_bytes())?;
-        let fd = open(&path, libc::O_RDONLY)?;
+        let fd = open(&path, libc::O_RDONLY | NEVER_WAITS)?;
         let file = Mapping::new(fd, false);
         // SAFETY: the descriptor is ours; the mapping needs it no longer.
         unsafe { libc::close(fd) };
@@ -178,7 +178,7 @@ impl LimitsWriter {
     /// # Errors
     /// The file cannot be opened for writing, or is none of this layout.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let file = OpenOptions::new().read(true).write(true).custom_flags(NEVER_WAITS).open(path)?;
         let file: Mapping<LimitsFile> = Mapping::new(file.as_raw_fd(), true)?;
         check(&file)?;
         Ok(Self { limits: Limits { file } })

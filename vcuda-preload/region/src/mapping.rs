@@ -65,6 +65,10 @@ impl<T: Shared> Drop for Mapping<T> {
     }
 }
 
+/// For whoever opens a file that a container has. Root in a container is the file's owner, and may take a lease on it
+/// (fcntl(2), `F_SETLEASE`): without this flag the node waits for `/proc/sys/fs/lease-break-time`, 45 s, with this it is an error.
+pub(crate) const NEVER_WAITS: libc::c_int = libc::O_NONBLOCK;
+
 /// Opens `path` without any allocation, close-on-exec.
 pub(crate) fn open(path: &CStr, flags: libc::c_int) -> io::Result<RawFd> {
     loop {

@@ -2,9 +2,12 @@
 //! container that truncates it faults nobody here; sizes, counts and time are bounded; figures saturate.
 
 use std::{
-    fs::File,
+    fs::{File, OpenOptions},
     io,
-    os::{fd::AsRawFd, unix::fs::FileExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
     path::Path,
     time::Duration,
 };
@@ -14,7 +17,7 @@ use crate::{
     account::{Held, Total, bytes},
     exports::owner,
     layout::{Export, GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
-    mapping::invalid,
+    mapping::{NEVER_WAITS, invalid},
     pair::whole,
     usage::{is_kept, locked},
 };
@@ -93,9 +96,9 @@ impl UsageReader {
     /// Opens the usage file at `path` for reading.
     ///
     /// # Errors
-    /// The file cannot be opened.
+    /// The file cannot be opened. `WouldBlock` if the container holds a lease on it, which the kernel then ends.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: File::open(path)? })
+        Ok(Self { file: OpenOptions::new().read(true).custom_flags(NEVER_WAITS).open(path)? })
     }
 
     /// Reads the figures.
@@ -258,7 +261,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Refused, Usage};
+    use crate::{GpuLimit, Limits, LimitsWriter, Refused, Slots, Usage};
 
     fn usage() -> (tempfile::TempDir, std::path::PathBuf, Usage) {
         let folder = tempfile::tempdir().unwrap();
@@ -266,6 +269,37 @@ mod tests {
         Usage::create(&path).unwrap();
         let usage = Usage::open(&path).unwrap();
         (folder, path, usage)
+    }
+
+    /// The kernel keeps whoever opens a leased file waiting for 45 s; for the node that is a thread that all shares need.
+    #[test]
+    fn a_container_that_leases_its_files_keeps_the_node_not_waiting() {
+        let (folder, path, usage) = usage();
+        drop(usage);
+        let limits = folder.path().join("limits");
+        let limit = GpuLimit {
+            uuid: [1; 16],
+            memory_bytes: 1,
+            core_percent: 1,
+            core_limit_percent: 1,
+            own_slots: Slots::NONE,
+        };
+        Limits::create(&limits, &[limit]).unwrap();
+        // SAFETY: no handler is set; the signal that tells of a lease's end would end this process.
+        unsafe { libc::signal(libc::SIGIO, libc::SIG_IGN) };
+        let lease = |path: &Path| {
+            let file = File::open(path).unwrap();
+            // SAFETY: the descriptor is open.
+            let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
+            assert_eq!(done, 0, "{}", io::Error::last_os_error());
+            file
+        };
+        let _held = [lease(&path), lease(&limits)];
+        for error in
+            [UsageReader::open(&path).err(), Limits::open(&limits).err(), LimitsWriter::open(&limits).err()]
+        {
+            assert_eq!(error.unwrap().kind(), io::ErrorKind::WouldBlock);
+        }
     }
 
     #[test]
