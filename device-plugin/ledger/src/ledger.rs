@@ -492,8 +492,10 @@ impl Ledger {
             let name = name.as_encoded_bytes();
             if name.starts_with(b".") && (name.ends_with(b".new") || name.ends_with(b".old")) {
                 tracing::info!(path = %entry.path().display(), "clearing away what a killed process left");
-                if room::remove_share(&entry.path()).is_err() {
-                    fs::remove_file(entry.path())?;
+                let Err(error) = room::remove_share(&entry.path()) else { continue };
+                if fs::remove_file(entry.path()).is_err() {
+                    // It holds nothing, so it is no reason for the node to do without shares.
+                    tracing::warn!(path = %entry.path().display(), %error, "it cannot be; remove it");
                 }
             }
         }

@@ -248,6 +248,23 @@ fn a_refused_share_leaves_nothing_behind() {
     assert_eq!(fs::read_dir(folder.path().join("shares")).unwrap().count(), 0);
 }
 
+/// Such as one in which something is mounted, or that a file system with errors does not let go of.
+#[test]
+#[ignore = "needs root"]
+fn a_leftover_that_cannot_be_cleared_away_does_not_keep_the_ledger_closed() {
+    let (folder, ledger) = open();
+    drop(ledger);
+    let shares = folder.path().join("shares");
+    let stuck = shares.join(".pod-1.0.old/stuck");
+    fs::create_dir_all(&stuck).unwrap();
+    fs::create_dir(shares.join(".pod-2.0.new")).unwrap();
+    rustix::mount::mount("none", &stuck, "tmpfs", rustix::mount::MountFlags::empty(), None).unwrap();
+    let opened = Ledger::open_in_boot(&shares, "boot".into());
+    rustix::mount::unmount(&stuck, rustix::mount::UnmountFlags::DETACH).unwrap();
+    bind(&opened.unwrap(), &inventory(1), &claim(1, 0, 0, 1, share(10, 1))).unwrap();
+    assert!(!shares.join(".pod-2.0.new").exists());
+}
+
 #[test]
 fn hostile_names_are_refused() {
     let (_folder, ledger) = open();
