@@ -24,7 +24,6 @@ use oci_hooks::{
 };
 use rustix::fs::FileType;
 use thiserror::Error;
-use tracing::warn;
 
 pub use finder::Finder;
 
@@ -139,6 +138,8 @@ pub struct Driver {
     pub files: Vec<DriverFile>,
     /// Sockets of daemons that run now.
     pub sockets: Vec<DriverFile>,
+    /// Libraries that computing needs and containers on this node cannot load, as the root sees them, and why.
+    pub left_out: BTreeMap<PathBuf, String>,
 }
 
 /// A library.
@@ -311,7 +312,7 @@ impl Search<'_> {
     /// The driver with everything else that belongs to it.
     fn rest(&self, core: Core) -> Result<Driver, RootfsError> {
         let Core { library_dir, version, cuda, nvml } = core;
-        let mut libraries = BTreeMap::new();
+        let (mut libraries, mut left_out) = (BTreeMap::new(), BTreeMap::new());
         let mut folders = vec![library_dir.clone()];
         for folder in library_folders() {
             folders.extend(self.rootfs.resolve(&folder)?.filter(|folder| !folders.contains(folder)));
@@ -321,8 +322,10 @@ impl Search<'_> {
                 if [&cuda.name, &nvml.name].contains(&&name) || libraries.contains_key(&name) {
                     continue;
                 }
-                if let Some(library) = self.other(&folder, &name, &version)? {
-                    libraries.insert(name, library);
+                match self.other(&folder, &name, &version)? {
+                    Some(Ok(library)) => _ = libraries.insert(name, library),
+                    Some(Err(reason)) => _ = left_out.insert(folder.join(name), reason),
+                    None => {}
                 }
             }
         }
@@ -339,11 +342,17 @@ impl Search<'_> {
             version,
             cuda,
             nvml,
+            left_out,
         })
     }
 
-    /// The library `name` in `folder`, if it is one of driver `version` that computing needs.
-    fn other(&self, folder: &Path, name: &str, version: &str) -> Result<Option<Library>, RootfsError> {
+    /// The library `name` in `folder`, if it is one of driver `version` that computing needs; or why containers cannot load it.
+    fn other(
+        &self,
+        folder: &Path,
+        name: &str,
+        version: &str,
+    ) -> Result<Option<Result<Library, String>>, RootfsError> {
         if !is_wanted(name, version) {
             return Ok(None);
         }
@@ -353,13 +362,7 @@ impl Search<'_> {
         if target.is_some_and(|target| target.to_str().is_some_and(|target| is_wanted(target, version))) {
             return Ok(None);
         }
-        Ok(match self.library(folder, name)? {
-            Ok(library) => Some(library),
-            Err(reason) => {
-                warn!(library = %path.display(), reason, "left out of containers");
-                None
-            }
-        })
+        self.library(folder, name).map(Some)
     }
 
     /// The library `name` in `folder`, if containers on this node can load it.

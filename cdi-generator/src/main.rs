@@ -162,6 +162,9 @@ fn generate(args: &Generate, out: &mut dyn Write) -> Result<bool> {
         paths.driver_root = std::path::absolute(root)?;
     }
     let driver = Driver::discover(&paths.driver_root)?;
+    for (library, reason) in &driver.left_out {
+        tracing::warn!(library = %library.display(), reason, "left out of containers");
+    }
     if !args.write {
         // The specification is JSON in either format.
         write!(out, "{}", spec(&paths, &driver).to_json())?;

@@ -224,6 +224,12 @@ fn libraries_of_other_machines_are_left_out() {
     root.write(&format!("{}/libnvidia-cfg.so.{VERSION}", usual()), b"no library");
     let driver = root.discover().unwrap();
     assert!(!names(&driver).iter().any(|name| name.contains("pkcs11") || name.contains("cfg")));
+    let left_out: Vec<_> = driver.left_out.into_iter().collect();
+    let [(cfg, no_library), (pkcs11, foreign)] = &left_out[..] else { panic!("{left_out:?}") };
+    assert!(cfg.ends_with(format!("libnvidia-cfg.so.{VERSION}")) && no_library.contains("cannot be used"));
+    assert!(
+        pkcs11.ends_with(format!("libnvidia-pkcs11.so.{VERSION}")) && foreign.contains("another machine")
+    );
 
     root.write(&format!("{}/libcuda.so.{VERSION}", usual()), &elf("libcuda.so.1", 3, 2));
     assert!(root.refusal().contains("another machine"));
