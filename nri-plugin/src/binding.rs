@@ -125,20 +125,19 @@ impl Binder {
             fill(record, fresh)
         };
         let preferred = preferred_gpus(&chosen, &granted);
-        let know = || {
-            let mut ours = self.ours();
-            ours.containers.insert(container.id.clone());
-            ours.sandboxes.insert(pod.id.clone());
-        };
-        // An end that is told while it is being bound waits for its turn; and a list that is gone through meanwhile
-        // may forget it.
-        know();
+        // The pod's end, should it be told before this is done, waits for its turn.
+        self.ours().sandboxes.insert(pod.id.clone());
         let bound = self.ledger.bind(&inventory, &claim, &preferred, fill);
         let bound = match (bound, obstacle) {
             (_, Some(obstacle)) => return Err(refuse(obstacle)),
             (bound, None) => bound.map_err(|error| refuse(error.to_string()))?,
         };
-        know();
+        {
+            let mut ours = self.ours();
+            ours.containers.insert(claim.container.id);
+            // A list that was gone through meanwhile may have forgotten it.
+            ours.sandboxes.insert(claim.pod.sandbox_id);
+        }
         for lack in &bound.placement.passed_over {
             tracing::warn!(share = %bound.name, %lack, "not placed where kubelet counts it");
         }
