@@ -954,6 +954,34 @@ fn graphs_count_what_they_take_when_they_first_run() {
     assert_eq!(model.passed(), 0);
 }
 
+#[test]
+fn a_graph_that_is_updated_allocates_what_the_new_one_does() {
+    let Some(model) = model() else { return };
+    for update in ["update", "update-2"] {
+        let mut session = model.ready();
+        let [small, large, past] = [100 * MIB, 600 * MIB, 2 * CEILING].map(|bytes| {
+            let graph = session.must("graph");
+            session.must(&format!("graph-alloc {graph} {bytes} 0"));
+            graph
+        });
+        let exec = session.must(&format!("exec {small}"));
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 100 * MIB);
+        session.must(&format!("{update} {exec} {past}"));
+        assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY);
+        session.must(&format!("{update} {exec} {large}"));
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 600 * MIB);
+        // One that is not like it: the driver's answer, and no change.
+        session.must(&format!("graph-alloc {past} {MIB} 0"));
+        assert_eq!(session.call(&format!("{update} {exec} {past}")).0, 910);
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 600 * MIB);
+        session.kill();
+    }
+    assert_eq!(model.passed(), 0);
+}
+
 /// The driver sets no bound to how many graphs lie within each other.
 #[test]
 fn a_graph_counts_what_lies_however_deep_in_it() {

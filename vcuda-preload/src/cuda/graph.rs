@@ -14,7 +14,7 @@ mod nodes;
 
 use std::{
     convert::identity,
-    ffi::c_char,
+    ffi::{c_char, c_void},
     sync::atomic::Ordering::{Acquire, Release},
 };
 
@@ -31,8 +31,8 @@ use crate::{
     share::{CU_STREAM_PER_THREAD, Place, Share, share},
 };
 
+use account::Account;
 pub(crate) use account::Graphs;
-use account::{Account, Executable};
 use nodes::{Allocations, together};
 
 /// Notes a change of what graphs have, in a process whose graphs allocate.
@@ -196,12 +196,46 @@ fn enter(share: &'static Share, exec: Exec, allocations: &Allocations) {
             if let Some(Place { gpu: Some(gpu), device, .. }) = share.here() {
                 graphs.devices.entry(device).or_insert(Account::of(gpu));
             }
-            graphs.made += 1;
-            let number = graphs.made;
-            let (wants, leaves) = (together(&allocations.made), allocations.leave());
-            graphs.execs.insert(exec, Executable { number, wants, leaves, has_memory_in: None });
+            graphs.enter(exec, together(&allocations.made), allocations.leave());
         }
     });
+}
+
+/// Has the driver make `exec` do what `graph` does, which then allocates what that does. Both have the same nodes, so one that
+/// allocates does so before and after.
+fn update(exec: Exec, graph: Graph, call: impl FnOnce() -> Result) -> Result {
+    let Some(share) = allocating() else { return call() };
+    let _kept = keeping(share, graph).lock();
+    let mut graphs = share.state().graphs.lock();
+    let graphs = graphs.get_or_insert_default();
+    if !graphs.execs.contains_key(&exec) {
+        return call();
+    }
+    let allocations = match Allocations::of(graph) {
+        Ok(allocations) => allocations,
+        Err(error) => return error,
+    };
+    let result = call();
+    if result == CUDA_SUCCESS {
+        graphs.enter(exec, together(&allocations.made), allocations.leave());
+    }
+    result
+}
+
+macro_rules! updates {
+    ($($symbol:ident($($argument:ident: $type:ty),*);)*) => { $(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $symbol(exec: Exec, graph: Graph, $($argument: $type),*) -> Result {
+            // SAFETY: the arguments are the application's, for the driver to judge.
+            update(exec, graph, || unsafe {
+                driver!(cuda::$symbol(exec => Exec, graph => Graph, $($argument => $type),*))
+            })
+        }
+    )* };
+}
+updates! {
+    cuGraphExecUpdate(error_node: *mut Node, outcome: *mut i32);
+    cuGraphExecUpdate_v2(outcome: *mut c_void);
 }
 
 /// Once it is read for an executable graph, which is made of it at this moment.

@@ -23,7 +23,7 @@
 #define POOL_STEP (32 * MIB)
 
 enum { OK, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
-       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_IMPLICIT = 906, FAILED = 999 };
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801, CAPTURE_IMPLICIT = 906, UPDATE_FAILURE = 910, FAILED = 999 };
 
 /* The file, which tests/common/mod.rs reads and writes too. */
 struct state {
@@ -476,7 +476,7 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
         primary_contexts[device].alive = 0;
     }
     pthread_mutex_unlock(&lock);
-    return OK;
+    return hold(AFTER_CONTEXT_DESTROY), OK;
 }
 
 int cuMemGetInfo_v2(size_t *free, size_t *total) {
@@ -1202,7 +1202,7 @@ struct node { int kind, device; uint64_t bytes, address; struct graph *inner; };
 struct graph { int count; struct node nodes[64]; };
 /* Graphs of one stream have the same memory, one after the other. One that is launched in another stream has that one's, of which
  * the driver may pull some from a stream that is idle, and so has one after memory was left behind in its stream. */
-struct exec { struct stream *mapped_in; int device, leaves, left; uint64_t bytes; struct exec *next; };
+struct exec { struct stream *mapped_in; int device, leaves, left, count; uint64_t bytes; struct exec *next; };
 static struct exec *execs;
 static struct { struct stream *of; uint64_t bytes[GPUS]; } graph_memory[64];
 static uint64_t graph_left[GPUS]; /* what was left behind, which is nobody's to use */
@@ -1292,6 +1292,7 @@ int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_
     made->device = CURRENT->device;
     made->bytes = size_of_graph(graph);
     made->leaves = leaves(graph);
+    made->count = graph->count;
     pthread_mutex_lock(&lock);
     made->next = execs, execs = made;
     pthread_mutex_unlock(&lock);
@@ -1305,6 +1306,16 @@ int cuGraphInstantiateWithParams(struct exec **exec, struct graph *graph, struct
     if (!result && parameters->flags & 2)
         result = cuGraphUpload(*exec, parameters->upload_stream);
     return parameters->result = !!result, result;
+}
+/* The same nodes, with other parameters. */
+int cuGraphExecUpdate_v2(struct exec *exec, struct graph *graph, int *result) {
+    if (exec->count != graph->count)
+        return *result = 2, UPDATE_FAILURE;
+    exec->bytes = size_of_graph(graph), exec->leaves = leaves(graph), exec->mapped_in = NULL;
+    return *result = 0, OK;
+}
+int cuGraphExecUpdate(struct exec *exec, struct graph *graph, struct node **node, int *result) {
+    return *node = NULL, cuGraphExecUpdate_v2(exec, graph, result);
 }
 static uint64_t graph_takes;
 void modelGraphTakes(uint64_t takes) { graph_takes = takes; }

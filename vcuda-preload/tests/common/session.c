@@ -338,6 +338,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         return CALL("cuCtxSetCurrent", out[1]);
     }
     if (!strcmp(name, "destroy-green")) return CALL("cuGreenCtxDestroy", a);
+    if (!strcmp(name, "retain-primary")) return CALL("cuDevicePrimaryCtxRetain", out, a);
     if (!strcmp(name, "release-primary")) return CALL("cuDevicePrimaryCtxRelease_v2", a);
     if (!strcmp(name, "reset")) return CALL("cuDevicePrimaryCtxReset_v2", a);
     if (!strcmp(name, "current")) return CALL("cuCtxSetCurrent", a);
@@ -480,6 +481,11 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         struct { u64 flags, stream, node; int result; } parameters = {2, b, 77, 77};
         int result = CALL("cuGraphInstantiateWithParams", out, a, &parameters);
         return out[1] = parameters.node + parameters.result, result;
+    }
+    if (!strncmp(name, "update", 6)) {
+        u64 node;
+        struct { int result; u64 node, from; } outcome;
+        return name[6] ? CALL("cuGraphExecUpdate_v2", a, b, &outcome) : CALL("cuGraphExecUpdate", a, b, &node, &outcome.result);
     }
     if (!strcmp(name, "destroy-graph")) return CALL("cuGraphDestroy", a);
     if (!strcmp(name, "launch-thread")) return CALL("cuGraphLaunch_ptsz", a, b);

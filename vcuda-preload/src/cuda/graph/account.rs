@@ -115,6 +115,12 @@ impl Graphs {
         lanes.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
+    /// Notes what an executable graph that allocates is from now on.
+    pub(super) fn enter(&mut self, exec: Exec, wants: Vec<(Device, u64)>, leaves: bool) {
+        self.made += 1;
+        self.execs.insert(exec, Executable { number: self.made, wants, leaves, has_memory_in: None });
+    }
+
     /// Whether a run of `exec` in `lane` has its memory there. One that leaves memory behind keeps what others of its lane have.
     pub(super) fn has_memory(&self, exec: &Executable, lane: Option<Lane>) -> bool {
         let keeps_it =
