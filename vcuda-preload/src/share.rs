@@ -338,12 +338,17 @@ impl Share {
         if unsafe { driver!(cuda::cuCtxGetDevice(&raw mut device => *mut Device)) } != CUDA_SUCCESS {
             return None;
         }
+        Some(self.enter_context(context, device))
+    }
+
+    /// Notes a context that is not known yet, of a device.
+    fn enter_context(&self, context: Context, device: Device) -> Place {
         let place = Place { gpu: self.gpu_of_device(device), context: self.number_context(), device };
         // Without memory to remember it, it is learnt again the next time, under another number.
         if !self.state.contexts.insert(context, place.pack()) {
             self.free_context_number(place.context);
         }
-        Some(place)
+        place
     }
 
     /// Number for a new context; 0 if all are in use. Its blocks are then given back when the process ends.
@@ -373,9 +378,10 @@ impl Share {
         self.state.contexts.remove(context).map(Place::unpack)
     }
 
-    /// The place of a context, if it is known.
-    pub fn place_of(&self, context: Context) -> Option<Place> {
-        self.state.contexts.get(context).map(Place::unpack)
+    /// The place of a context of a device.
+    pub fn place_of(&self, context: Context, device: Device) -> Place {
+        let known = self.state.contexts.get(context).map(Place::unpack);
+        known.unwrap_or_else(|| self.enter_context(context, device))
     }
 
     /// Takes [`Share::forget_context`] back.

@@ -46,6 +46,8 @@ pub(crate) struct State {
     pub recent_contexts: [AtomicU64; 16],
     /// Device plus one → its primary context.
     pub primary_contexts: Map,
+    /// Held while a primary context is made or given up.
+    pub primary_changing: Locked<()>,
     /// Held while a limit of a context is set.
     pub limits_setting: Locked<()>,
     /// Physical memory (VMM): handles, mappings.

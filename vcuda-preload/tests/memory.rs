@@ -1470,6 +1470,33 @@ fn a_context_takes_its_blocks_along() {
     exact(&model, &mut session, 2 * MIB);
 }
 
+/// Whoever asks for it at that moment gets a new one.
+#[test]
+fn a_primary_context_that_is_made_anew_at_once_has_no_blocks_of_the_one_before() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    session.must(&format!("alloc {}", 100 * MIB));
+    session.must("hold 5");
+    session.must("beside-release-primary 0");
+    session.must("beside-retain-primary 0");
+    session.must("go-on");
+    session.must("primary 0");
+    exact(&model, &mut session, 0);
+}
+
+/// The device's context need not have been current before.
+#[test]
+fn blocks_of_a_green_context_go_with_the_device_that_has_no_others() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let green = session.must("green 0");
+    session.must(&format!("alloc {}", 2 * MIB));
+    session.must(&format!("destroy-green {green}"));
+    session.must("reset 0");
+    session.must("primary 0");
+    exact(&model, &mut session, 0);
+}
+
 /// What is allocated where a green context is current is the device's, and the green context's address may be another's later.
 #[test]
 fn a_green_context_leaves_its_blocks_to_the_device() {

@@ -11,7 +11,9 @@ use crate::{
         },
         whole,
     },
-    errno, pace,
+    errno,
+    lock::Guard,
+    pace,
     real::driver,
     share::{Block, PartOf, Place, Share, share},
 };
@@ -115,6 +117,11 @@ fn primary(device: Device) -> Context {
     share().and_then(|share| share.state().primary_contexts.get(key_of(device))).unwrap_or(0)
 }
 
+/// No primary context is made or torn down elsewhere until what this gives is dropped.
+fn change_primary() -> Option<Guard<'static, ()>> {
+    share().map(|share| share.state().primary_changing.lock())
+}
+
 /// A device as a key: never 0.
 fn key_of(device: Device) -> u64 {
     u64::from(device.cast_unsigned()) + 1
@@ -124,6 +131,7 @@ fn key_of(device: Device) -> u64 {
 pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut Context, device: Device) -> Result {
     // SAFETY: null or the application's.
     let context = unsafe { Out::new(context) };
+    let _changed = change_primary();
     // SAFETY: the arguments are the application's, for the driver to judge.
     let result =
         unsafe { driver!(cuda::cuDevicePrimaryCtxRetain(context.room() => *mut Context, device => Device)) };
@@ -153,7 +161,8 @@ macro_rules! releases_primary {
         pub(crate) unsafe extern "C" fn $symbol(device: Device) -> Result {
             // SAFETY: the argument is the application's, for the driver to judge.
             let call = || unsafe { driver!(cuda::$symbol(device => Device)) };
-            // The last of several releases tears it down.
+            // The last of several releases tears it down, and the next one who asks for it gets another.
+            let _changed = change_primary();
             destroy(primary(device), call, |result| result == CUDA_SUCCESS && is_torn_down(device))
         }
     };
@@ -180,7 +189,7 @@ macro_rules! resets_primary {
 resets_primary!(cuDevicePrimaryCtxReset);
 resets_primary!(cuDevicePrimaryCtxReset_v2);
 
-// CUlimit. Others take little, or none.
+// CUlimit. What others take is told nowhere; it counts when the driver shows it.
 const STACK_SIZE: u32 = 0;
 const PRINTF_FIFO_SIZE: u32 = 1;
 const MALLOC_HEAP_SIZE: u32 = 2;
@@ -272,8 +281,8 @@ pub(crate) unsafe extern "C" fn cuGreenCtxDestroy(green: Context) -> Result {
         call,
         |result| result == CUDA_SUCCESS,
         |share, place| {
-            let heir = share.place_of(primary(place.device)).map_or(0, |heir| heir.context);
-            share.hand_over(place, heir);
+            let heir = primary(place.device);
+            share.hand_over(place, if heir == 0 { 0 } else { share.place_of(heir, place.device).context });
         },
     )
 }
