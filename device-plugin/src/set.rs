@@ -49,8 +49,15 @@ pub enum SetError {
         count: usize,
     },
     /// The ledger refuses.
-    #[error(transparent)]
-    Change(#[from] ChangeError),
+    #[error("{pod}, container {container}: {reason}")]
+    Change {
+        /// `namespace/name`.
+        pod: String,
+        /// The container.
+        container: String,
+        /// Why.
+        reason: ChangeError,
+    },
 }
 
 impl SetError {
@@ -58,18 +65,24 @@ impl SetError {
     pub fn is_refusal(&self) -> bool {
         matches!(
             self,
-            Self::Change(
-                ChangeError::Whole(_)
+            Self::Change {
+                reason: ChangeError::Whole
                     | ChangeError::Amount { .. }
                     | ChangeError::NoRoom { .. }
-                    | ChangeError::NoGpu { .. }
-            )
+                    | ChangeError::NoGpu { .. },
+                ..
+            }
         )
     }
 
     /// Whether there is nothing of that name.
     pub fn is_unknown(&self) -> bool {
-        matches!(self, Self::NoShare { .. } | Self::Ambiguous { .. } | Self::Change(ChangeError::Unknown(_)))
+        matches!(
+            self,
+            Self::NoShare { .. }
+                | Self::Ambiguous { .. }
+                | Self::Change { reason: ChangeError::Unknown(_), .. }
+        )
     }
 }
 
@@ -117,7 +130,9 @@ pub fn set(file: &NodeFile, pod: &PodName, container: &str, change: Change) -> R
     let name = find(&ledger, pod, container)?;
     let tell =
         |record: &ShareRecord, folder: &ShareFolder| tell(record, folder, file.compute.work_conserving);
-    let Changed { before, after } = ledger.change(&inventory, &name, change, tell)?;
+    let Changed { before, after } = ledger
+        .change(&inventory, &name, change, tell)
+        .map_err(|reason| SetError::Change { pod: pod.to_string(), container: container.into(), reason })?;
     if file.memory.floor != MemoryFloor::Shim {
         // Where the device plugin does not run, it sees to it when it does.
         let _ = ask(&file.paths.floor_socket(), &Question::Renew { share: name.to_string() }, FLOOR_WITHIN);

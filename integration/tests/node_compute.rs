@@ -73,6 +73,7 @@ async fn an_operator_changes_a_running_container_and_it_stays_changed() {
     let output = set(&node, "train", &["--core", "51", "--core-limit", "60"]);
     assert_eq!(output.status.code(), Some(9), "{output:?}");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.starts_with("vcuda-device-plugin: default/train, container main: "), "{said}");
     assert!(said.contains("50 core") && said.contains("ask for less"), "{said}");
     assert_eq!(set(&node, "nobody", &["--core", "5"]).status.code(), Some(8));
 

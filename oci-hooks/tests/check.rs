@@ -186,9 +186,13 @@ fn what_the_node_has_seen_is_listed_in_every_form() {
     let (code, seen) = place.json(&["list"]);
     assert_eq!((code, &seen[0]["findings"]), (Some(0), &serde_json::json!(["libc-none"])), "{seen}");
     let (_, text, _) = place.check(&["list"]);
-    for part in
-        ["registry/app:1", "refused, 1 times", "team/train", "libc-none", "build the image on one with glibc"]
-    {
+    for part in [
+        "registry/app:1",
+        "refused once, last for pod",
+        "team/train",
+        "libc-none",
+        "build the image on one with glibc",
+    ] {
         assert!(text.contains(part), "{part}: {text}");
     }
     let (code, metrics, _) = place.check(&["list", "--metrics"]);

@@ -28,26 +28,22 @@ pub enum ChangeError {
     Unknown(ShareName),
     /// Whole GPUs have all there is.
     #[error(
-        "share {0} is of whole GPUs, which have neither core nor memory to set; set shares of a GPU only"
+        "its share is of whole GPUs, which have neither core nor memory to set; set shares of a GPU only"
     )]
-    Whole(ShareName),
+    Whole,
     /// The amounts make no share.
-    #[error("share {name}: {reason}")]
+    #[error("{reason}")]
     Amount {
-        /// The share.
-        name: ShareName,
         /// What is wrong, and what would do.
         reason: String,
     },
     /// The GPU has less left.
     #[error(
-        "share {name}: {gpu} has {core} core and {} MiB left for it beside its other shares, less than is to be set; \
+        "{gpu} has {core} core and {} MiB left for it beside its other shares, less than is to be set; \
          ask for less, or make the others smaller first",
         memory_bytes >> 20
     )]
     NoRoom {
-        /// The share.
-        name: ShareName,
         /// Its GPU.
         gpu: GpuUuid,
         /// Core that it could have.
@@ -56,10 +52,8 @@ pub enum ChangeError {
         memory_bytes: u64,
     },
     /// Its GPU is not on offer any more, so nothing is known to be free there.
-    #[error("share {name}: {gpu} is not on offer any more, so it can only be made smaller")]
+    #[error("{gpu} is not on offer any more, so it can only be made smaller")]
     NoGpu {
-        /// The share.
-        name: ShareName,
         /// Its GPU.
         gpu: GpuUuid,
     },
@@ -68,12 +62,10 @@ pub enum ChangeError {
     Unreadable(String),
     /// The record says it, the container has not been told.
     #[error(
-        "share {name}: the change is recorded, but its container could not be told of it ({source}); a running \
+        "the change is recorded, but its container could not be told of it ({source}); a running \
          vcuda-device-plugin tells it within a second, or its next start does"
     )]
     Apply {
-        /// The share.
-        name: ShareName,
         /// Why.
         source: io::Error,
     },
@@ -104,21 +96,20 @@ impl Ledger {
         }
         let before = shares.records.get(name).ok_or_else(|| ChangeError::Unknown(name.clone()))?;
         let others = || shares.records.iter().filter(|(other, _)| *other != name).map(|(_, record)| record);
-        let mut after = changed(name, before, change)?;
+        let mut after = changed(before, change)?;
         for (gpu, was) in after.gpus.iter().zip(&before.gpus) {
             if gpu.core <= was.core && gpu.memory_bytes <= was.memory_bytes {
                 continue;
             }
             let free = free_beside(inventory, others());
             let Some(free) = free.iter().find(|free| free.gpu.uuid == gpu.uuid) else {
-                return Err(ChangeError::NoGpu { name: name.clone(), gpu: gpu.uuid.clone() });
+                return Err(ChangeError::NoGpu { gpu: gpu.uuid.clone() });
             };
             let fits = |now, was, free| now <= was || now <= free;
             if !fits(gpu.core.into(), was.core.into(), free.core.into())
                 || !fits(gpu.memory_bytes, was.memory_bytes, free.memory_bytes)
             {
                 return Err(ChangeError::NoRoom {
-                    name: name.clone(),
                     gpu: gpu.uuid.clone(),
                     core: free.core,
                     memory_bytes: free.memory_bytes,
@@ -132,17 +123,17 @@ impl Ledger {
         let applied = apply(&after, &folder);
         drop(lock);
         self.sync(std::slice::from_ref(name))?;
-        applied.map_err(|source| ChangeError::Apply { name: name.clone(), source })?;
+        applied.map_err(|source| ChangeError::Apply { source })?;
         Ok(Changed { before: before.clone(), after })
     }
 }
 
 /// The record with the change, whatever room there is.
-fn changed(name: &ShareName, before: &ShareRecord, change: Change) -> Result<ShareRecord, ChangeError> {
+fn changed(before: &ShareRecord, change: Change) -> Result<ShareRecord, ChangeError> {
     if before.kind == ShareKind::Whole {
-        return Err(ChangeError::Whole(name.clone()));
+        return Err(ChangeError::Whole);
     }
-    let wrong = |reason: String| Err(ChangeError::Amount { name: name.clone(), reason });
+    let wrong = |reason: String| Err(ChangeError::Amount { reason });
     let mut after = ShareRecord { set: change.over(before.set), ..before.clone() };
     for gpu in &mut after.gpus {
         gpu.core = change.core.unwrap_or(gpu.core);

@@ -211,7 +211,7 @@ fn run(steps: Vec<Step>) {
                         model.insert(name, record);
                     }
                     Err(ChangeError::Unknown(_)) => assert!(!model.contains_key(&name)),
-                    Err(ChangeError::Whole(_)) => assert_eq!(model[&name].kind, ShareKind::Whole),
+                    Err(ChangeError::Whole) => assert_eq!(model[&name].kind, ShareKind::Whole),
                     Err(ChangeError::NoRoom { core, memory_bytes, .. }) => {
                         let was = &model[&name].gpus[0];
                         let grows = |now: Option<u64>, was: u64, free: u64| {

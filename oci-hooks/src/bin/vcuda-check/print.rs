@@ -73,12 +73,12 @@ pub(super) fn matrix(rows: &[Row], nodes: &[Node]) -> String {
 pub(super) fn seen(seen: &[Seen]) -> String {
     let line = |seen: &Seen| {
         let started = if seen.started { "started" } else { "refused" };
+        let times = if seen.starts == 1 { "once".into() } else { format!("{} times", seen.starts) };
         let reason = seen.reason.as_deref().map(|reason| format!("    {reason}\n")).unwrap_or_default();
         format!(
-            "{}\n  {:<17}  {started}, {} times, last for pod {}  {}\n{reason}",
+            "{}\n  {:<17}  {started} {times}, last for pod {}  {}\n{reason}",
             seen.image,
             word(seen.verdict),
-            seen.starts,
             seen.pod,
             seen.findings.join(", ")
         )
