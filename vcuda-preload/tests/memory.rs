@@ -308,6 +308,26 @@ fn a_tile_leaves_when_its_own_default_stream_has_come_to_it() {
 }
 
 #[test]
+fn a_tile_leaves_when_its_stream_has_come_to_it_though_that_is_destroyed() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let (stream, array) = (session.must("stream"), session.must("array 4096 4096 64"));
+    let memory = session.must(&format!("create {}", 64 * MIB));
+    session.must(&format!("tile {array} {memory} 0"));
+    session.must(&format!("release {memory}"));
+    session.must("clock 0");
+    session.must(&format!("launch-by 1000 {stream} 0"));
+    session.must(&format!("tile {array} 0 {}", stream * 100));
+    session.must(&format!("destroy-stream {stream}"));
+    exact(&model, &mut session, 64 * MIB);
+    assert_eq!(session.call(&format!("alloc {}", CEILING - 32 * MIB)).0, OUT_OF_MEMORY);
+    session.must("clock 1");
+    session.must("wait");
+    exact(&model, &mut session, 0);
+    assert_eq!((model.passed(), session.must("dead-asked")), (0, 0));
+}
+
+#[test]
 fn a_context_takes_its_sparse_arrays_along_and_what_leaves_them() {
     let Some(model) = model() else { return };
     let mut session = model.ready();
@@ -738,6 +758,34 @@ fn what_was_freed_in_a_context_that_is_gone_is_of_use() {
         session.must(&format!("from-pool {most} {pool} {three}"));
         assert_eq!((model.passed(), model.refusals(0)), (0, 0), "{end}");
         assert_eq!(session.must("dead-asked"), 0, "{end}");
+        session.kill();
+    }
+}
+
+/// The driver lets a stream that is destroyed come to its end.
+#[test]
+fn what_was_freed_in_a_stream_that_is_destroyed_is_free_when_that_has_come_to_it() {
+    let Some(model) = model() else { return };
+    let most = CEILING - 32 * MIB;
+    for may_wait in [true, false] {
+        let mut session = model.ready();
+        if !may_wait {
+            session.must("no-dependencies 0");
+        }
+        let (one, two) = (session.must("stream"), session.must("stream"));
+        let block = session.must(&format!("async {most} {one}"));
+        session.must("clock 0");
+        session.must(&format!("launch-by 1000 {one} 0"));
+        session.must(&format!("free-async {block} {one}"));
+        session.must(&format!("destroy-stream {one}"));
+        assert_eq!(session.must("stream"), one, "the driver in small gives the handle again");
+        let result = session.call(&format!("async {most} {two}")).0;
+        assert_eq!(result, if may_wait { 0 } else { OUT_OF_MEMORY });
+        session.must("clock 1");
+        if !may_wait {
+            session.must(&format!("async {most} {two}"));
+        }
+        assert_eq!((model.passed(), session.must("dead-asked")), (0, 0));
         session.kill();
     }
 }

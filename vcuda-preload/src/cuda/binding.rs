@@ -6,7 +6,7 @@ use std::{convert::identity, ffi::c_uint, sync::atomic::Ordering::Relaxed};
 use crate::{
     cuda::{
         arguments::{Out, copy_of},
-        stream::{Lanes, is_done, lane_of, per_thread},
+        stream::{At, End, Lanes, is_done, lane_of, per_thread},
         types::{
             Array, CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS, Context, Device, DevicePtr, Handle, Result, Stream,
         },
@@ -115,8 +115,8 @@ impl Uses {
         self.tiles.extract_if(.., goes).map(|(_, number)| number).collect()
     }
 
-    /// Takes out what has left, as far as `done` says so of its lane.
-    fn take_left(&mut self, done: impl Fn(Lane) -> bool) -> Vec<Number> {
+    /// Takes out what has left, as far as `done` says so of where it was unmapped.
+    fn take_left(&mut self, done: impl Fn(&At) -> bool) -> Vec<Number> {
         self.leaving.take(done)
     }
 
@@ -150,12 +150,12 @@ pub(super) fn settle(share: &Share) {
     }
 }
 
-/// A stream is about to be destroyed: it can no longer be asked.
+/// A stream is about to be destroyed.
 pub(super) fn forget_stream(stream: Stream) {
     if let Some(share) = share()
         && share.state().leaving.load(Relaxed) != 0
     {
-        change_if_any(share, |uses| uses.take_left(|lane| lane.stream == stream));
+        change_if_any(share, |uses| uses.leaving.forget_stream(stream));
     }
 }
 
@@ -168,10 +168,10 @@ pub(super) fn begin_end(share: &Share, context: Context) {
     }
 }
 
-/// It has ended, and what was leaving has left; or it has not.
-pub(super) fn end(share: &Share, context: Context, has_ended: bool) {
+/// It has ended so.
+pub(super) fn end(share: &Share, context: Context, how: End) {
     if share.state().leaving.load(Relaxed) != 0 {
-        change_if_any(share, |uses| uses.leaving.end(context, has_ended));
+        change_if_any(share, |uses| uses.leaving.end(context, how));
     }
 }
 
@@ -390,8 +390,9 @@ mod tests {
         uses.replace(part(64), Some(2), one);
         uses.replace(part(0), Some(3), other);
         uses.replace(part(64), None, other);
-        assert_eq!(uses.take_left(|lane| lane == one), []);
-        assert_eq!(uses.take_left(|lane| lane == other), [1, 2]);
+        let is = |lane| move |at: &At| matches!(at, At::Lane(of) if *of == lane);
+        assert_eq!(uses.take_left(is(one)), []);
+        assert_eq!(uses.take_left(is(other)), [1, 2]);
         assert_eq!(uses.take_array(7), [3]);
         assert!(uses.tiles.is_empty() && uses.leaving.is_empty());
     }

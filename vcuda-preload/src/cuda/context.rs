@@ -5,7 +5,9 @@ use std::ffi::c_int;
 use crate::{
     cuda::{
         arguments::Out,
-        binding, graph, pool, stream, take,
+        binding, graph, pool,
+        stream::{self, End},
+        take,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, Result,
         },
@@ -68,8 +70,9 @@ fn end(
         (result, is_gone(result))
     };
     let _kept = errno::Keep::new();
-    pool::end(share, context, is_gone);
-    binding::end(share, context, is_gone);
+    let how = if is_gone { End::Gone } else { End::Not };
+    pool::end(share, context, how);
+    binding::end(share, context, how);
     if let Some(place) = place {
         if is_gone {
             then(share, place);

@@ -16,7 +16,7 @@ use crate::{
     cuda::{
         arguments::{Out, copy_of},
         free, memory,
-        stream::{self, Lanes, is_capturing, lane_of, per_thread},
+        stream::{self, At, End, Lanes, is_capturing, lane_of, per_thread},
         take, take_quietly,
         types::{
             CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_SYSTEM_NOT_READY, CUDA_SUCCESS, Context, Device, DevicePtr,
@@ -25,7 +25,7 @@ use crate::{
         whole,
     },
     lock::{Guard, Locked},
-    pace::{self, Lane},
+    pace::Lane,
     real::driver,
     share::{Block, CU_STREAM_PER_THREAD, PartOf, Place, Share, share},
 };
@@ -157,11 +157,12 @@ fn growth(step: u64, bytes: u64, free: u64) -> u64 {
 /// Makes what was freed in other lanes usable in `stream`, which is `here`: where work there has come to it, it is; else `stream`
 /// waits for it, if the application lets the driver do so. What stays in `freed_in` of other lanes is not usable.
 fn make_usable(freed_in: &mut Lanes<()>, pool: Handle, here: Lane, stream: Stream) {
-    let _relaxed = pace::AnyCapture::new();
     let may_wait = is_allowed(pool, REUSE_FOLLOW_EVENT_DEPENDENCIES)
         && is_allowed(pool, REUSE_ALLOW_INTERNAL_DEPENDENCIES);
-    freed_in
-        .take(|lane| lane != here && (stream::is_done(lane) || may_wait && stream::wait_for(lane, stream)));
+    freed_in.take(|at| {
+        !matches!(at, At::Lane(lane) if *lane == here)
+            && (stream::is_done(at) || may_wait && stream::wait_for(at, stream))
+    });
 }
 
 /// Bytes that a pool holds, if the driver says so.
@@ -332,10 +333,10 @@ fn for_each_freed_in(share: &'static Share, act: impl Fn(&mut Lanes<()>)) {
     }
 }
 
-/// A stream is about to be destroyed: it can no longer be asked or waited for.
+/// A stream is about to be destroyed.
 pub(super) fn forget_stream(stream: Stream) {
     if let Some(share) = share().filter(|_| stream > CU_STREAM_PER_THREAD) {
-        for_each_freed_in(share, |freed_in| _ = freed_in.take(|lane| lane.stream == stream));
+        for_each_freed_in(share, |freed_in| _ = freed_in.forget_stream(stream));
     }
 }
 
@@ -344,9 +345,9 @@ pub(super) fn begin_end(share: &'static Share, context: Context) {
     for_each_freed_in(share, |freed_in| freed_in.begin_end(context));
 }
 
-/// The context is gone, and its work is done; or it is not gone.
-pub(super) fn end(share: &'static Share, context: Context, is_gone: bool) {
-    for_each_freed_in(share, |freed_in| _ = freed_in.end(context, is_gone));
+/// What is in its streams has ended so.
+pub(super) fn end(share: &'static Share, context: Context, how: End) {
+    for_each_freed_in(share, |freed_in| _ = freed_in.end(context, how));
 }
 
 /// An allocation of `bytes` of pool `number` was freed. The pool keeps its memory for now.

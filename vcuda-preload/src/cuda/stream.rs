@@ -11,7 +11,7 @@ use crate::{
         with_current,
     },
     lock::Guard,
-    pace::Lane,
+    pace::{AnyCapture, Lane},
     real::driver,
     share::{CU_STREAM_LEGACY, CU_STREAM_PER_THREAD, Share, share},
 };
@@ -41,9 +41,73 @@ fn thread() -> u64 {
     })
 }
 
-/// Whether all work in a lane, which must live, is known to be done.
-pub(super) fn is_done(lane: Lane) -> bool {
-    ask(lane) == Some(CUDA_SUCCESS)
+/// Where work is that something was left to.
+pub(super) enum At {
+    /// A stream that lives.
+    Lane(Lane),
+    /// A stream of this context that is destroyed, though work was left in it: up to this event.
+    Event(Context, Event),
+}
+
+/// An event of ours, in a context that lives; destroyed while in use, the driver keeps it as long as it needs it.
+pub(super) struct Event(u64);
+
+impl Event {
+    /// Marks where a lane is now. None if it is captured, or the driver does not let us.
+    fn record(lane: Lane) -> Option<Self> {
+        /// Without time, which costs nothing.
+        const CU_EVENT_DISABLE_TIMING: u32 = 2;
+        // The default stream of the context comes after those of its threads (CUDA runtime API, stream synchronization behavior).
+        let stream = if is_of_another_thread(lane) { CU_STREAM_LEGACY } else { lane.stream };
+        let mut recorded = None;
+        // An event is only recorded in streams of its own context.
+        with_current(lane.context, || {
+            let mut event: u64 = 0;
+            // SAFETY: `event` outlives the call; a stream that lives.
+            unsafe {
+                if capture_status(stream) == Some(0)
+                    && driver!(cuda::cuEventCreate(&raw mut event => *mut u64, CU_EVENT_DISABLE_TIMING => u32))
+                        == CUDA_SUCCESS
+                {
+                    recorded = Some(Self(event)).filter(|event| {
+                        driver!(cuda::cuEventRecord(event.0 => u64, stream => Stream)) == CUDA_SUCCESS
+                    });
+                }
+            }
+        });
+        recorded
+    }
+
+    /// Has `stream` wait for it. False if it cannot.
+    fn holds(&self, stream: Stream) -> bool {
+        // SAFETY: the application's stream, for the driver to judge.
+        unsafe { driver!(cuda::cuStreamWaitEvent(stream => Stream, self.0 => u64, 0 => u32)) == CUDA_SUCCESS }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: an event of ours that nobody uses any longer.
+        unsafe { driver!(cuda::cuEventDestroy_v2(self.0 => u64)) };
+    }
+}
+
+/// Whether the work that something was left to is known to be done.
+pub(super) fn is_done(at: &At) -> bool {
+    match at {
+        At::Lane(lane) => ask(*lane) == Some(CUDA_SUCCESS),
+        // SAFETY: an event of ours.
+        At::Event(_, event) => unsafe { driver!(cuda::cuEventQuery(event.0 => u64)) == CUDA_SUCCESS },
+    }
+}
+
+/// Has `stream` wait for the work that something was left to, as the driver does where it inserts a dependency. False if it
+/// cannot.
+pub(super) fn wait_for(at: &At, stream: Stream) -> bool {
+    match at {
+        At::Lane(lane) => Event::record(*lane).is_some_and(|event| event.holds(stream)),
+        At::Event(_, event) => event.holds(stream),
+    }
 }
 
 /// Whether a lane, which must live, is known to have work that is not done.
@@ -56,54 +120,23 @@ pub(super) fn is_at_work(lane: Lane) -> bool {
 /// would end.
 fn ask(lane: Lane) -> Option<Result> {
     let mut said = None;
-    if !is_of_another_thread(lane) {
-        with_lane(lane, || {
-            if capture_status(lane.stream) == Some(0) {
-                // SAFETY: a stream that lives.
-                said = Some(unsafe { driver!(cuda::cuStreamQuery(lane.stream => Stream)) });
-            }
-        });
+    let mut ask = || {
+        if capture_status(lane.stream) == Some(0) {
+            // SAFETY: a stream that lives.
+            said = Some(unsafe { driver!(cuda::cuStreamQuery(lane.stream => Stream)) });
+        }
+    };
+    // Which stream a default stream is depends on what is current.
+    if lane.stream > CU_STREAM_PER_THREAD {
+        ask();
+    } else if !is_of_another_thread(lane) {
+        with_current(lane.context, ask);
     }
     said
 }
 
 fn is_of_another_thread(lane: Lane) -> bool {
     lane.thread != 0 && lane.thread != thread()
-}
-
-/// Does something where a lane's stream means what it meant: which stream a default stream is depends on what is current.
-fn with_lane(lane: Lane, act: impl FnOnce()) {
-    if lane.stream <= CU_STREAM_PER_THREAD { with_current(lane.context, act) } else { act() }
-}
-
-/// Has `stream` wait for what is in a lane, which must live, now, as the driver does where it inserts a dependency. False if it
-/// cannot.
-pub(super) fn wait_for(lane: Lane, stream: Stream) -> bool {
-    /// Without time, which costs nothing.
-    const CU_EVENT_DISABLE_TIMING: u32 = 2;
-    // The default stream of the context comes after those of its threads (CUDA runtime API, stream synchronization behavior).
-    let other = if is_of_another_thread(lane) { CU_STREAM_LEGACY } else { lane.stream };
-    let (mut event, mut recorded): (u64, bool) = (0, false);
-    // An event is only recorded in streams of its own context.
-    with_current(lane.context, || {
-        // SAFETY: `event` outlives the call; a stream that lives.
-        recorded = capture_status(other) == Some(0)
-            && unsafe {
-                driver!(cuda::cuEventCreate(&raw mut event => *mut u64, CU_EVENT_DISABLE_TIMING => u32))
-                    == CUDA_SUCCESS
-                    && driver!(cuda::cuEventRecord(event => u64, other => Stream)) == CUDA_SUCCESS
-            };
-    });
-    // SAFETY: the application's stream, for the driver to judge. An event that is destroyed while in use the driver keeps as long
-    // as it needs it.
-    unsafe {
-        let waits = recorded
-            && driver!(cuda::cuStreamWaitEvent(stream => Stream, event => u64, 0 => u32)) == CUDA_SUCCESS;
-        if event != 0 {
-            driver!(cuda::cuEventDestroy_v2(event => u64));
-        }
-        waits
-    }
 }
 
 /// `CUstreamCaptureStatus`; none where the driver does not say.
@@ -124,14 +157,37 @@ pub(super) fn end_capture() -> Option<Guard<'static, ()>> {
     share().map(|share| share.state().capture_ending.lock())
 }
 
-/// What was left in lanes whose work may not have come to it.
+/// How what is in the streams of a context has ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    Not,
+    /// It is done.
+    Done,
+    /// The context is gone, and others may have its handle and those of its streams.
+    Gone,
+}
+
+/// What was left to streams whose work may not have come to it.
 pub(super) struct Lanes<T>(Vec<Left<T>>);
 
 struct Left<T> {
-    lane: Lane,
+    at: At,
     /// Calls under way with which all that is in streams of its context may end, and those too: it must not be asked about.
     ending: u32,
     what: T,
+}
+
+impl<T> Left<T> {
+    fn is_in(&self, lane: Lane) -> bool {
+        matches!(self.at, At::Lane(of) if of == lane)
+    }
+
+    fn context(&self) -> Context {
+        match self.at {
+            At::Lane(lane) => lane.context,
+            At::Event(context, _) => context,
+        }
+    }
 }
 
 impl<T> Default for Lanes<T> {
@@ -142,7 +198,7 @@ impl<T> Default for Lanes<T> {
 
 impl<T> Lanes<T> {
     pub fn leave(&mut self, lane: Lane, what: T) {
-        self.0.push(Left { lane, ending: 0, what });
+        self.0.push(Left { at: At::Lane(lane), ending: 0, what });
     }
 
     pub fn is_empty(&self) -> bool {
@@ -151,17 +207,38 @@ impl<T> Lanes<T> {
 
     /// Whether something was left in `lane`.
     pub fn has(&self, lane: Lane) -> bool {
-        self.0.iter().any(|left| left.lane == lane && left.ending == 0)
+        self.0.iter().any(|left| left.is_in(lane) && left.ending == 0)
     }
 
-    /// Whether something was left in a lane other than `lane`.
+    /// Whether something was left elsewhere than in `lane`.
     pub fn has_others_than(&self, lane: Lane) -> bool {
-        self.0.iter().any(|left| left.lane != lane)
+        self.0.iter().any(|left| !left.is_in(lane))
     }
 
-    /// Takes out what was left in lanes of which `which` says so. These may be asked about.
-    pub fn take(&mut self, which: impl Fn(Lane) -> bool) -> Vec<T> {
-        self.extract(|left| left.ending == 0 && which(left.lane))
+    /// Takes out what was left where `which` says so. There may be asked.
+    pub fn take(&mut self, which: impl Fn(&At) -> bool) -> Vec<T> {
+        let _relaxed = AnyCapture::new();
+        self.extract(|left| left.ending == 0 && which(&left.at))
+    }
+
+    /// A stream is about to be destroyed: it can no longer be asked, but an event in it can. Takes out what cannot be known of
+    /// any more, and what streams that were destroyed before have come to.
+    pub fn forget_stream(&mut self, stream: Stream) -> Vec<T> {
+        let _relaxed = AnyCapture::new();
+        for left in &mut self.0 {
+            if let At::Lane(lane) = left.at
+                && lane.stream == stream
+                && left.ending == 0
+                && ask(lane) != Some(CUDA_SUCCESS)
+                && let Some(event) = Event::record(lane)
+            {
+                left.at = At::Event(lane.context, event);
+            }
+        }
+        self.take(|at| match at {
+            At::Lane(lane) => lane.stream == stream,
+            At::Event(..) => is_done(at),
+        })
     }
 
     /// All that is in streams of a context is about to end, or may end.
@@ -169,18 +246,25 @@ impl<T> Lanes<T> {
         self.of(context).for_each(|left| left.ending += 1);
     }
 
-    /// Takes out what was left there until then, if it has ended. Another context may have got its handle, and others those of its
-    /// streams.
-    pub fn end(&mut self, context: Context, has_ended: bool) -> Vec<T> {
-        if has_ended {
-            return self.extract(|left| left.ending > 0 && left.lane.context == context);
+    /// Takes out what was left there until then, if it has ended.
+    pub fn end(&mut self, context: Context, how: End) -> Vec<T> {
+        if how == End::Not {
+            self.of(context).for_each(|left| left.ending = left.ending.saturating_sub(1));
+            return Vec::new();
         }
-        self.of(context).for_each(|left| left.ending = left.ending.saturating_sub(1));
-        Vec::new()
+        let ended = self.0.extract_if(.., |left| left.ending > 0 && left.context() == context);
+        let what = |Left { at, what, .. }| {
+            if how == End::Gone {
+                // With its events, whose handles others may have.
+                std::mem::forget(at);
+            }
+            what
+        };
+        ended.map(what).collect()
     }
 
     fn of(&mut self, context: Context) -> impl Iterator<Item = &mut Left<T>> {
-        self.0.iter_mut().filter(move |left| left.lane.context == context)
+        self.0.iter_mut().filter(move |left| left.context() == context)
     }
 
     fn extract(&mut self, which: impl Fn(&Left<T>) -> bool) -> Vec<T> {

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::{
     cuda::{
-        binding, graph, pool, stream,
+        binding, graph, pool,
+        stream::{self, End},
         types::{CUDA_SUCCESS, Context, Result, Stream},
     },
     pace::{self, In},
@@ -47,7 +48,8 @@ fn wait_for_all_in(context: Context, call: impl FnOnce() -> Result) -> Result {
     let share = share();
     share.inspect(|share| binding::begin_end(share, context));
     let result = call();
-    share.inspect(|share| binding::end(share, context, result == CUDA_SUCCESS));
+    let how = if result == CUDA_SUCCESS { End::Done } else { End::Not };
+    share.inspect(|share| binding::end(share, context, how));
     waited(result)
 }
 

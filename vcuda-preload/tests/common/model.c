@@ -820,6 +820,8 @@ void modelClock(int goes) {
     if (!goes)
         stands_at = now_ns();
 }
+/* A stream that has waited for another one, or for all of a context, as of now. */
+static struct { struct stream *stream, *other; struct context *all_of; } waits[64];
 static struct stream *add_stream(struct context *context, pthread_t of_thread) {
     static pthread_mutex_t adding = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&adding);
@@ -832,6 +834,9 @@ static struct stream *add_stream(struct context *context, pthread_t of_thread) {
     }
     stream->context = context, stream->of_thread = of_thread, stream->alive = 1;
     stream->done_at = 0;
+    for (int n = 0; n < 64; n++)
+        if (waits[n].stream == stream || waits[n].other == stream)
+            waits[n].stream = waits[n].other = NULL, waits[n].all_of = NULL;
     pthread_mutex_unlock(&adding);
     return stream;
 }
@@ -1113,8 +1118,6 @@ int cuEventRecord(struct event *event, struct stream *stream) {
             done = other->done_at;
     return event->at = done > now ? done : now, event->in = in, OK;
 }
-/* A stream that has waited for another one, or for all of a context, as of now. */
-static struct { struct stream *stream, *other; struct context *all_of; } waits[64];
 int cuStreamWaitEvent(struct stream *stream, struct event *event, unsigned flags) {
     static int count;
     (void)flags;
