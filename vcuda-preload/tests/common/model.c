@@ -1426,14 +1426,14 @@ int cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsi
 }
 int cuLaunchKernel_ptsz(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h,
                         void *i, void **j, void **k) {
-    return cuLaunchKernel(f, a, b, c, d, e, g, h, i, j, k);
+    return cuLaunchKernel(f, a, b, c, d, e, g, h, i ? i : (void *)2, j, k);
 }
 struct config { unsigned extents[7]; struct stream *stream; void *attributes; unsigned count; };
 int cuLaunchKernelEx(const struct config *config, void *f, void **parameters, void **extra) {
     return (void)parameters, (void)extra, kernel((uintptr_t)f, config->stream);
 }
 int cuLaunchKernelEx_ptsz(const struct config *config, void *f, void **parameters, void **extra) {
-    return cuLaunchKernelEx(config, f, parameters, extra);
+    return (void)parameters, (void)extra, kernel((uintptr_t)f, config->stream ? config->stream : (struct stream *)2);
 }
 int cuLaunchCooperativeKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned h,
                               void *i, void **j) {
@@ -1441,7 +1441,7 @@ int cuLaunchCooperativeKernel(void *f, unsigned a, unsigned b, unsigned c, unsig
 }
 int cuLaunchCooperativeKernel_ptsz(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g,
                                    unsigned h, void *i, void **j) {
-    return cuLaunchKernel(f, a, b, c, d, e, g, h, i, j, NULL);
+    return cuLaunchKernel(f, a, b, c, d, e, g, h, i ? i : (void *)2, j, NULL);
 }
 struct multi { void *f; unsigned extents[7]; struct stream *stream; void **parameters; };
 int cuLaunchCooperativeKernelMultiDevice(struct multi *list, unsigned count, unsigned flags) {
