@@ -319,10 +319,7 @@ fn note_free(address: DevicePtr, stream: Stream) {
         && let Some(lane) = lane_of(share, stream)
     {
         let mut account = pool.account.lock();
-        let freed_in = account.freed_in.get_or_insert_default();
-        if !freed_in.has(lane) {
-            freed_in.leave(lane, ());
-        }
+        account.freed_in.get_or_insert_default().note(lane);
     }
 }
 

@@ -167,6 +167,12 @@ pub(super) enum End {
     Gone,
 }
 
+/// Default streams of so many threads are told apart; threads come and go.
+const THREADS: usize = 64;
+
+/// In a lane: a thread that none is, for all beyond those. What is there can be waited for in the context's default stream.
+const ANY_THREAD: u64 = u64::MAX;
+
 /// What was left to streams whose work may not have come to it.
 pub(super) struct Lanes<T>(Vec<Left<T>>);
 
@@ -193,6 +199,21 @@ impl<T> Left<T> {
 impl<T> Default for Lanes<T> {
     fn default() -> Self {
         Self(Vec::new())
+    }
+}
+
+impl Lanes<()> {
+    /// Notes that something was left in `lane`.
+    pub fn note(&mut self, lane: Lane) {
+        let is_one_of_many = || lane.thread != 0 && self.0.len() >= THREADS;
+        let lane = match lane {
+            _ if self.has(lane) => return,
+            _ if is_one_of_many() => Lane { thread: ANY_THREAD, ..lane },
+            _ => lane,
+        };
+        if !self.has(lane) {
+            self.leave(lane, ());
+        }
     }
 }
 
@@ -269,5 +290,26 @@ impl<T> Lanes<T> {
 
     fn extract(&mut self, which: impl Fn(&Left<T>) -> bool) -> Vec<T> {
         self.0.extract_if(.., |left| which(left)).map(|left| left.what).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_streams_of_very_many_threads_are_a_few_entries() {
+        let mut lanes = Lanes::default();
+        let lane = |context, thread| Lane { context, stream: CU_STREAM_PER_THREAD, thread };
+        (1..=10_000).for_each(|thread| lanes.note(lane(7, thread)));
+        assert_eq!(lanes.0.len(), THREADS + 1);
+        assert!(lanes.has(lane(7, THREADS as u64)) && lanes.has(lane(7, ANY_THREAD)));
+        // What the many left is elsewhere to each of them.
+        assert!(!lanes.has(lane(7, 10_000)) && lanes.has_others_than(lane(7, 10_000)));
+
+        lanes.note(lane(8, 10_001));
+        lanes.note(Lane { context: 7, stream: 100, thread: 0 });
+        lanes.note(Lane { context: 7, stream: 100, thread: 0 });
+        assert_eq!(lanes.0.len(), THREADS + 3, "other contexts and streams are told apart");
     }
 }
