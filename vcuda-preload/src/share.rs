@@ -13,7 +13,7 @@ use region::{Exported, Limits, Process, Usage, place};
 
 use crate::{
     cuda::{
-        binding, ipc,
+        binding, current_context, ipc,
         types::{CUDA_SUCCESS, Context, Device, Stream},
     },
     errno, log,
@@ -242,12 +242,7 @@ impl Share {
 
     /// Where allocations of the calling thread go now; none if it has no context, of which the driver will say more.
     pub fn here(&self) -> Option<Place> {
-        let mut context = 0;
-        // SAFETY: `context` outlives the call.
-        let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
-        if result != CUDA_SUCCESS || context == 0 {
-            return None;
-        }
+        let context = current_context()?;
         if let Some(place) = self.recent(context) {
             return Some(place);
         }
@@ -309,8 +304,8 @@ impl Share {
     /// The context of `stream`, which for a default stream is the current one; none if there is none, of which the driver will
     /// say more.
     pub fn context_of(&self, stream: Stream) -> Option<Context> {
-        let mut context = 0;
         if stream > CU_STREAM_PER_THREAD {
+            let mut context = 0;
             // SAFETY: `context` outlives the call; the stream is the application's, for the driver to judge.
             let result =
                 unsafe { driver!(cuda::cuStreamGetCtx(stream => Stream, &raw mut context => *mut Context)) };
@@ -318,9 +313,7 @@ impl Share {
                 return Some(context);
             }
         }
-        // SAFETY: `context` outlives the call.
-        let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
-        (result == CUDA_SUCCESS && context != 0).then_some(context)
+        current_context()
     }
 
     /// The context of `stream`, and the GPU of the share that it is on; none if there is none, of which the driver will say

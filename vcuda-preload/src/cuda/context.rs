@@ -30,11 +30,18 @@ pub(crate) unsafe extern "C" fn cuInit(flags: u32) -> Result {
     unsafe { driver!(cuda::cuInit(flags => u32)) }
 }
 
+/// The context that is current for the calling thread, if there is one.
+#[inline]
+pub(crate) fn current_context() -> Option<Context> {
+    let mut context: Context = 0;
+    // SAFETY: `context` outlives the call.
+    let result = unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
+    (result == CUDA_SUCCESS && context != 0).then_some(context)
+}
+
 /// Does something while `context` is current, and leaves current what was.
 pub(crate) fn with_current(context: Context, act: impl FnOnce()) {
-    let mut current: Context = 0;
-    // SAFETY: `current` outlives the call.
-    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut current => *mut Context)) };
+    let mut current = current_context().unwrap_or(0);
     if current == context {
         return act();
     }
@@ -234,9 +241,7 @@ pub(crate) unsafe extern "C" fn cuCtxSetLimit(limit: u32, value: usize) -> Resul
         return call();
     }
     let Some(share) = share() else { return CUDA_ERROR_SYSTEM_NOT_READY };
-    let mut current: Context = 0;
-    // SAFETY: `current` outlives the call.
-    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut current => *mut Context)) };
+    let current = current_context().unwrap_or(0);
     let Some(Place { gpu: Some(gpu), context, device }) = share.here() else { return call() };
     // Among arrays, which go with their context too; no handle of one is the address of a context and a bit.
     let (blocks, key) = (&share.state().arrays, current + 1 + u64::from(limit));

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::{
     cuda::{
-        binding, graph, pool,
+        binding, current_context, graph, pool,
         stream::{self, End},
         types::{CUDA_SUCCESS, Context, Result, Stream},
     },
@@ -55,11 +55,8 @@ fn wait_for_all_in(context: Context, call: impl FnOnce() -> Result) -> Result {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuCtxSynchronize() -> Result {
-    let mut context: Context = 0;
-    // SAFETY: `context` outlives the call.
-    unsafe { driver!(cuda::cuCtxGetCurrent(&raw mut context => *mut Context)) };
     // SAFETY: there are no arguments.
-    wait_for_all_in(context, || unsafe { driver!(cuda::cuCtxSynchronize()) })
+    wait_for_all_in(current_context().unwrap_or(0), || unsafe { driver!(cuda::cuCtxSynchronize()) })
 }
 
 #[unsafe(no_mangle)]
