@@ -15,6 +15,7 @@ use crate::{
     node::Node,
     nvml::{Found, Survey},
     offer::{Offer, Resource},
+    told::Told,
     withdraw::{self, CheckpointError},
 };
 
@@ -35,11 +36,10 @@ pub(crate) struct Keeper {
     stored: bool,
     /// The CDI spec was there once.
     spec_made: bool,
-    /// The last thing that was said about what is missing, so that it is said once.
-    told: Option<String>,
-    /// The same of the inventory and of the CDI spec.
-    told_inventory: Option<String>,
-    told_spec: Option<String>,
+    /// What was said about what is missing, about the inventory, and about the CDI spec.
+    told: Told,
+    told_inventory: Told,
+    told_spec: Told,
     told_checkpoint: bool,
 }
 
@@ -65,9 +65,9 @@ impl Keeper {
             node: None,
             stored: false,
             spec_made: false,
-            told: None,
-            told_inventory: None,
-            told_spec: None,
+            told: Told::default(),
+            told_inventory: Told::default(),
+            told_spec: Told::default(),
             told_checkpoint: false,
         }
     }
@@ -144,11 +144,10 @@ impl Keeper {
         // What the cluster was told before the last boot is no longer true.
         self.tell(NodeGpus::new(Vec::new(), Vec::new()));
         let why = why.to_string();
-        if self.told.as_ref() == Some(&why) {
-            debug!("still nothing to offer");
-        } else {
+        if self.told.is_news(&why) {
             warn!("{why}; waiting for it, nothing is offered to kubelet until then");
-            self.told = Some(why);
+        } else {
+            debug!("still nothing to offer");
         }
         Ok(())
     }
@@ -156,7 +155,7 @@ impl Keeper {
     fn tell_changes(&mut self, node: &Node) {
         let before = self.node.as_ref();
         if before.is_none() {
-            self.told = None;
+            self.told.forget();
             info!(driver = node.inventory.driver.version, gpus = node.gpus.len(), "driver found");
         }
         for (gpu, why) in &node.left_alone {
@@ -197,7 +196,8 @@ impl Keeper {
         let there = Inventory::load(&path).is_ok_and(|there| there == *inventory);
         match if there { Ok(()) } else { inventory.store(&path) } {
             Ok(()) => {
-                (self.stored, self.told_inventory) = (true, None);
+                self.stored = true;
+                self.told_inventory.forget();
                 Ok(true)
             }
             Err(source) if !self.stored => {
@@ -205,9 +205,8 @@ impl Keeper {
             }
             Err(error) => {
                 let error = error.to_string();
-                if self.told_inventory.as_ref() != Some(&error) {
+                if self.told_inventory.is_news(&error) {
                     error!(path = %path.display(), error, "the inventory is out of date; trying again");
-                    self.told_inventory = Some(error);
                 }
                 Ok(false)
             }
@@ -219,19 +218,19 @@ impl Keeper {
     fn make_spec(&mut self) -> bool {
         match (self.ensure_cdi)() {
             Ok(()) => {
-                (self.spec_made, self.told_spec) = (true, None);
+                self.spec_made = true;
+                self.told_spec.forget();
                 true
             }
             Err(error) => {
                 let error = in_one_line(error.as_ref());
-                if self.told_spec.as_ref() != Some(&error) {
+                if self.told_spec.is_news(&error) {
                     let then = if self.spec_made {
                         "the CDI spec is out of date; trying again"
                     } else {
                         "no CDI spec; trying again, kubelet is told of the GPUs when there is one"
                     };
                     error!(error, "{then}");
-                    self.told_spec = Some(error);
                 }
                 false
             }

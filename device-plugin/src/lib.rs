@@ -29,6 +29,7 @@ pub mod set;
 pub mod status;
 #[cfg(test)]
 mod testing;
+mod told;
 pub mod top;
 pub mod topology;
 mod unseen;

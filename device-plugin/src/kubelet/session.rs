@@ -22,7 +22,7 @@ use super::{
     },
     service::{Context, OPTIONS, Service},
 };
-use crate::offer::Resource;
+use crate::{offer::Resource, told::Told};
 
 /// Kubelet dials back for up to 10 s before it answers a registration (kubelet 1.36, v1beta1/client.go, dial).
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(15);
@@ -87,24 +87,23 @@ impl Session {
     pub async fn run(mut self) {
         let kubelet_socket = self.folder.join(KUBELET_SOCKET);
         let mut pause = BACKOFF.0;
-        let mut told = None;
+        let mut told = Told::default();
         loop {
             let Some(kubelet) = self.wait_for_kubelet().await else { return };
             let begun = time::Instant::now();
             let end = self.serve(kubelet).await;
             if begun.elapsed() > SETTLED {
-                (pause, told) = (BACKOFF.0, None);
+                pause = BACKOFF.0;
+                told.forget();
             }
             match end {
                 End::Stopped => return,
                 End::Renewed => info!(resource = %self.resource, "kubelet was restarted; registering again"),
                 End::Failed(reason) => {
-                    // The same reason is worth one line, not one for each attempt.
-                    if told.as_ref() == Some(&reason) {
-                        debug!(resource = %self.resource, reason, "still not registered with kubelet");
-                    } else {
+                    if told.is_news(&reason) {
                         warn!(resource = %self.resource, reason, "not registered with kubelet; trying again");
-                        told = Some(reason);
+                    } else {
+                        debug!(resource = %self.resource, reason, "still not registered with kubelet");
                     }
                     tokio::select! {
                         () = time::sleep(pause) => {}
