@@ -18,11 +18,28 @@ use nri_plugin::{
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::{Semaphore, oneshot},
+    task::JoinHandle,
 };
 use vcuda_config::{
     annotation,
     daemons::{LockError, NriPlugin},
 };
+
+/// Runs the plugin of a node until the second is told, or dropped.
+fn run(node: &TestNode) -> (JoinHandle<Result<(), SessionError>>, oneshot::Sender<()>) {
+    let (stop, stopped) = oneshot::channel();
+    let way = Way::external(&node.file, node.start());
+    let plugin = tokio::spawn(way.go(async move {
+        let _ = stopped.await;
+    }));
+    (plugin, stop)
+}
+
+/// The runtime that a plugin dials next.
+async fn dialled(listener: &UnixListener) -> FakeRuntime {
+    let (trunk, _) = listener.accept().await.expect("the plugin dials");
+    FakeRuntime::start(trunk).await
+}
 
 fn identity() -> Identity {
     Identity { name: "vcuda".into(), index: "90".into() }
@@ -176,16 +193,11 @@ async fn a_node_file_that_cannot_be_used_ends_the_plugin_and_is_told_to_containe
 async fn a_plugin_comes_back_whenever_containerd_does_and_shows_whether_it_serves() {
     let node = TestNode::new();
     let socket = node.file.paths.nri_socket.clone();
-    let (stop, stopped) = oneshot::channel::<()>();
-    let way = Way::external(&node.file, node.start());
-    let plugin = tokio::spawn(way.go(async move {
-        let _ = stopped.await;
-    }));
+    let (plugin, stop) = run(&node);
     let ready = node.ready_file();
     for _ in 0..3 {
         let listener = UnixListener::bind(&socket).unwrap();
-        let (trunk, _) = listener.accept().await.unwrap();
-        let mut runtime = FakeRuntime::start(trunk).await;
+        let mut runtime = dialled(&listener).await;
         assert!(!exists(&ready), "not in service before it is synchronized");
         runtime.admit().await;
         eventually("ready", || exists(&ready)).await;
@@ -204,8 +216,7 @@ async fn a_plugin_comes_back_whenever_containerd_does_and_shows_whether_it_serve
         .await
         .unwrap();
     drop(listener.accept().await.unwrap());
-    let (trunk, _) = listener.accept().await.unwrap();
-    FakeRuntime::start(trunk).await.admit().await;
+    dialled(&listener).await.admit().await;
 
     stop.send(()).unwrap();
     plugin.await.unwrap().unwrap();
@@ -216,21 +227,15 @@ async fn a_plugin_comes_back_whenever_containerd_does_and_shows_whether_it_serve
 async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
     let node = TestNode::new();
     let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
-    let (stop, stopped) = oneshot::channel::<()>();
-    let way = Way::external(&node.file, node.start());
-    let plugin = tokio::spawn(way.go(async move {
-        let _ = stopped.await;
-    }));
+    let (plugin, stop) = run(&node);
     // containerd is restarted under a running share.
-    let (trunk, _) = listener.accept().await.unwrap();
-    let mut runtime = FakeRuntime::start(trunk).await;
+    let mut runtime = dialled(&listener).await;
     runtime.admit().await;
     for n in [1, 2] {
         runtime.create(&pod(n), granted(&pod(n), "main", 1, 20, 4)).await.unwrap();
     }
     runtime.close();
-    let (trunk, _) = listener.accept().await.unwrap();
-    let mut runtime = FakeRuntime::start(trunk).await;
+    let mut runtime = dialled(&listener).await;
     assert_eq!(runtime.registered.recv().await.unwrap().plugin_name, "vcuda");
     runtime.plugin.configure(soon(), &ConfigureRequest::default()).await.unwrap();
     let list = |pods: &[u32]| SynchronizeRequest {
@@ -242,8 +247,7 @@ async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
     // Of pod 1 only its container's end is told.
     runtime.plugin.stop_container(soon(), &request(&pod(1), container(&pod(1), "main", 1))).await.unwrap();
 
-    let (trunk, _) = listener.accept().await.unwrap();
-    let mut asking = FakeRuntime::start(trunk).await;
+    let mut asking = dialled(&listener).await;
     assert_eq!(asking.registered.recv().await.unwrap().plugin_name, "vcuda-list");
     let configured = asking.plugin.configure(soon(), &ConfigureRequest::default()).await.unwrap();
     assert_eq!(configured.events.count_ones(), 1, "nothing would mean everything");
@@ -262,13 +266,8 @@ async fn a_pod_whose_end_containerd_does_not_tell_is_noticed_from_its_list() {
 async fn an_end_that_could_not_be_noted_is_noted_from_the_list() {
     let node = TestNode::new();
     let listener = UnixListener::bind(&node.file.paths.nri_socket).unwrap();
-    let (stop, stopped) = oneshot::channel::<()>();
-    let way = Way::external(&node.file, node.start());
-    let plugin = tokio::spawn(way.go(async move {
-        let _ = stopped.await;
-    }));
-    let (trunk, _) = listener.accept().await.unwrap();
-    let mut runtime = FakeRuntime::start(trunk).await;
+    let (plugin, stop) = run(&node);
+    let mut runtime = dialled(&listener).await;
     runtime.admit().await;
     runtime.create(&pod(1), granted(&pod(1), "main", 1, 20, 4)).await.unwrap();
     // Where a record is written before it gets its name.
@@ -277,9 +276,8 @@ async fn an_end_that_could_not_be_noted_is_noted_from_the_list() {
     runtime.plugin.stop_container(soon(), &request(&pod(1), container(&pod(1), "main", 1))).await.unwrap();
     fs::remove_dir(&full).unwrap();
 
-    let asked = tokio::time::timeout(Duration::from_secs(60), listener.accept());
-    let (trunk, _) = asked.await.expect("the list is asked for").unwrap();
-    let mut asking = FakeRuntime::start(trunk).await;
+    let asked = tokio::time::timeout(Duration::from_secs(60), dialled(&listener));
+    let mut asking = asked.await.expect("the list is asked for");
     assert_eq!(asking.registered.recv().await.unwrap().plugin_name, "vcuda-list");
     let configure = ConfigureRequest {
         runtime_name: "containerd".into(),

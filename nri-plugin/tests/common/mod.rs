@@ -99,7 +99,7 @@ impl TestNode {
     }
 
     pub fn ready_file(&self) -> PathBuf {
-        self.file.paths.run.join("nri-plugin.ready")
+        self.file.paths.nri_plugin_ready()
     }
 }
 
