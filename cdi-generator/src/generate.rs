@@ -78,17 +78,16 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     let computing: Vec<_> = core.into_iter().chain(&driver.libraries).collect();
     let all: Vec<_> = computing.iter().copied().chain(&driver.past_cuda).collect();
 
-    // The shim takes their usual place, through NRI, and finds them in the private folder.
-    let behind = [place::REAL_CUDA, place::REAL_NVML];
-    let share =
-        core.iter().zip(behind).map(|(library, place)| mount(&library.host, Path::new(place), &FILE_OPTIONS));
+    // The shim takes their usual place, and finds them in its own folder: the hook mounts all of that.
+    let behind = core.iter().zip([place::REAL_CUDA, place::REAL_NVML]);
+    let behind = behind.map(|(library, place)| format!("{}::{place}", text(&library.host)));
     let whole =
         core.into_iter().chain(&driver.past_cuda).map(usual).chain(driver.opencl_vendor.as_ref().map(same));
-    let device = |name: &str, mounts: Vec<Mount>, libraries: &[&Library]| Device {
+    let device = |name: &str, mounts: Vec<Mount>, libraries: &[&Library], behind: &[String]| Device {
         name: name.into(),
         container_edits: ContainerEdits {
             mounts,
-            hooks: vec![hook(paths, libraries)],
+            hooks: vec![hook(paths, libraries, behind)],
             ..ContainerEdits::default()
         },
         ..Device::default()
@@ -97,8 +96,8 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     let mut spec = Spec {
         kind: CDI_KIND.into(),
         devices: vec![
-            device(CDI_DEVICE_SHARE, share.collect(), &computing),
-            device(CDI_DEVICE_WHOLE, whole.collect(), &all),
+            device(CDI_DEVICE_SHARE, Vec::new(), &computing, &behind.collect::<Vec<_>>()),
+            device(CDI_DEVICE_WHOLE, whole.collect(), &all, &[]),
         ],
         container_edits: ContainerEdits {
             env: vec![VISIBLE_DEVICES.into()],
@@ -117,15 +116,18 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     spec
 }
 
-/// The hook for a container with these libraries: links, loader cache and guard, in one process, for each process
-/// adds to the time that a pod takes to start.
-fn hook(paths: &Paths, libraries: &[&Library]) -> Hook {
+/// The hook for a container with these libraries, and those `behind` the shim: links, loader cache and guard, in one
+/// process, for each process adds to the time that a pod takes to start.
+fn hook(paths: &Paths, libraries: &[&Library], behind: &[String]) -> Hook {
     let mut args: Vec<String> = vec![HOOK.into(), hook::CREATE_CONTAINER.into()];
     for (path, target) in links_of(libraries) {
         args.extend(["--link".into(), format!("{target}::{}", text(&path))]);
     }
     for path in lookups_of(libraries) {
         args.extend(["--library".into(), text(&path)]);
+    }
+    for file in behind {
+        args.extend(["--driver-file".into(), file.clone()]);
     }
     let node = [("--state", &paths.state), ("--install", &paths.install), ("--config", &paths.node_file)];
     args.extend(node.into_iter().flat_map(|(option, path)| [option.into(), text(path)]));

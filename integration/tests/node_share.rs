@@ -57,6 +57,22 @@ async fn what_a_container_can_write_of_ours_is_bounded_and_goes_with_it() {
     );
     let exec = node.cri().exec(running.id("main"), &["/usr/bin/dash", "-c", &script]).await.unwrap();
     assert_eq!(exec.code, 9, "{exec:?}");
+    for change in [
+        "mv /usr/local/vcuda/share/usage /usr/local/vcuda/share/other",
+        "rm /usr/local/vcuda/share/usage",
+        "mv /usr/local/vcuda/share /usr/local/vcuda/other",
+        "mv /usr/local/vcuda /usr/local/other",
+        "touch /usr/local/vcuda/lib/other",
+        "truncate -s 0 /usr/local/vcuda/share/limits",
+        "truncate -s 0 /usr/local/vcuda/lib/libvcuda_preload.so",
+        "truncate -s 0 /etc/ld.so.preload",
+        "mv /etc/ld.so.preload /etc/other",
+    ] {
+        let command: Vec<&str> = ["/usr/bin/busybox"].into_iter().chain(change.split(' ')).collect();
+        let exec = node.cri().exec(running.id("main"), &command).await.unwrap();
+        let kept = exec.stderr.contains("Read-only file system") || exec.stderr.contains("busy");
+        assert!(exec.code == 1 && kept, "{change}: {exec:?}");
+    }
     let shares = node.vcuda.file().paths.shares();
     let [share] = &node.vcuda.shares()[..] else { panic!("{:?}", node.vcuda.shares()) };
     let mounted = || {

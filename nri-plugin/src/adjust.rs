@@ -1,62 +1,29 @@
-//! What a container with a share gets: device nodes, the shim and where it is found, limits and usage, and the
-//! annotation that the guard looks for. Pure functions; binding and files are elsewhere.
+//! What a container with a share gets through NRI: device nodes, the variable that preloads the shim, and the annotation
+//! that the guard looks for, which mounts the rest. Pure functions; binding and files are elsewhere.
 
 use std::path::{Path, PathBuf};
 
-use ledger::{DeviceNode, Inventory, ShareFolder, ShareRecord};
+use ledger::{DeviceNode, Inventory, ShareRecord};
 use protobuf::MessageField;
 use region::place;
-use vcuda_config::{Paths, annotation, plain};
+use vcuda_config::{annotation, plain};
 
 use crate::wire::{
-    Container, ContainerAdjustment, KeyValue, LinuxContainerAdjustment, LinuxDevice, Mount, OptionalUInt32,
+    Container, ContainerAdjustment, KeyValue, LinuxContainerAdjustment, LinuxDevice, OptionalUInt32,
 };
 
 /// The variable that names libraries for the loader to load first.
 const LD_PRELOAD: &str = "LD_PRELOAD";
 
-/// A read-only file of ours. `exec` stays allowed, for libraries.
-const READ_ONLY: [&str; 5] = ["bind", "ro", "nosuid", "nodev", "rprivate"];
-
-/// A file of ours that the container writes.
-const WRITABLE: [&str; 6] = ["bind", "rw", "nosuid", "nodev", "noexec", "rprivate"];
-
-/// Folder in the container for what is ours alone. It is a file system of its own, in memory: on the image's a runtime
-/// makes a file or folder for each mount, and that takes most of the time that a mount does.
-const FOLDER: &str = "/usr/local/vcuda";
-
-/// A runtime makes it read-only when all mounts are in place.
-const FOLDER_OPTIONS: [&str; 6] = ["ro", "nosuid", "nodev", "noexec", "mode=0755", "size=64k"];
-
-/// Where in the container our files go, for the driver of `inventory`.
-fn mounts(
-    inventory: &Inventory,
-    folder: &ShareFolder,
-    paths: &Paths,
-) -> Vec<(PathBuf, PathBuf, &'static [&'static str])> {
+/// Files that the guard mounts for the driver of `inventory`, beside those in [`place::FOLDER`].
+fn places(inventory: &Inventory) -> [PathBuf; 3] {
     let library =
         |name: &str| inventory.driver.library_dir.join(format!("{name}.so.{}", inventory.driver.version));
-    let shim = paths.shim();
-    vec![
-        (place::SHIM.into(), shim.clone(), &READ_ONLY),
-        // The same file where the driver's own libraries are looked up: the loader knows it by its inode and loads it
-        // once.
-        (library("libcuda"), shim.clone(), &READ_ONLY),
-        (library("libnvidia-ml"), shim, &READ_ONLY),
-        (place::LD_SO_PRELOAD.into(), folder.preload(), &READ_ONLY),
-        (place::LIMITS.into(), folder.limits(), &READ_ONLY),
-        (place::USAGE.into(), folder.usage(), &WRITABLE),
-    ]
+    [library("libcuda"), library("libnvidia-ml"), place::LD_SO_PRELOAD.into()]
 }
 
 /// The adjustment for a container whose share is `record`.
-pub fn adjustment(
-    record: &ShareRecord,
-    folder: &ShareFolder,
-    inventory: &Inventory,
-    paths: &Paths,
-    container: &Container,
-) -> ContainerAdjustment {
+pub fn adjustment(record: &ShareRecord, inventory: &Inventory, container: &Container) -> ContainerAdjustment {
     let mut adjustment = ContainerAdjustment::default();
     let name = format!("{}_{}", record.pod.uid, record.container.name);
     adjustment.annotations.insert(annotation::SHARE.into(), name);
@@ -66,17 +33,6 @@ pub fn adjustment(
     adjustment.linux =
         MessageField::some(LinuxContainerAdjustment { devices, ..LinuxContainerAdjustment::default() });
     if record.shim {
-        let mount = |kind: &str, to: &Path, from: &Path, options: &[&str]| Mount {
-            destination: text(to),
-            source: text(from),
-            type_: kind.into(),
-            options: options.iter().map(|&option| option.into()).collect(),
-            ..Mount::default()
-        };
-        let room = mount("tmpfs", Path::new(FOLDER), Path::new("tmpfs"), &FOLDER_OPTIONS);
-        let files = mounts(inventory, folder, paths);
-        let files = files.iter().map(|(to, from, options)| mount("bind", to, from, options));
-        adjustment.mounts = [room].into_iter().chain(files).collect();
         adjustment.env =
             vec![KeyValue { key: LD_PRELOAD.into(), value: preload(&container.env), ..KeyValue::default() }];
     }
@@ -84,13 +40,7 @@ pub fn adjustment(
 }
 
 /// Why a container cannot be held to its share whatever it gets from us. The text says what to do.
-pub fn unenforceable(
-    record: &ShareRecord,
-    folder: &ShareFolder,
-    inventory: &Inventory,
-    paths: &Paths,
-    container: &Container,
-) -> Option<String> {
+pub fn unenforceable(record: &ShareRecord, inventory: &Inventory, container: &Container) -> Option<String> {
     let owned = |at: &LinuxDevice| {
         inventory.gpus.iter().find(|gpu| {
             gpu.device_nodes.iter().any(|node| (node.major.into(), node.minor.into()) == (at.major, at.minor))
@@ -121,12 +71,12 @@ pub fn unenforceable(
                 .into(),
         );
     }
-    let ours = mounts(inventory, folder, paths);
+    let ours = places(inventory);
     for mount in &container.mounts {
         let destination = plain(Path::new(&mount.destination));
-        if destination == Path::new(FOLDER) || ours.iter().any(|(to, ..)| *to == destination) {
+        if destination.starts_with(place::FOLDER) || ours.contains(&destination) {
             return Some(format!(
-                "it has a mount of its own at {}, where vcuda mounts its control file; remove that volume mount",
+                "it has a mount of its own at {}, where vcuda mounts its control files; remove that volume mount",
                 shown(&mount.destination)
             ));
         }

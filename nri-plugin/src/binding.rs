@@ -118,7 +118,7 @@ impl Binder {
             obstacle = (!wanted())
                 .then(|| "nobody waits for its share any more".to_owned())
                 .or_else(|| self.misplaced(record, &chosen, &granted, &claim.wishes, &inventory))
-                .or_else(|| adjust::unenforceable(record, fresh, &inventory, &self.paths, container));
+                .or_else(|| adjust::unenforceable(record, &inventory, container));
             if obstacle.is_some() {
                 return Err(io::ErrorKind::Unsupported.into());
             }
@@ -151,7 +151,7 @@ impl Binder {
             choice = ?bound.placement.choice,
             "bound"
         );
-        let adjustment = adjust::adjustment(&bound.record, &bound.folder, &inventory, &self.paths, container);
+        let adjustment = adjust::adjustment(&bound.record, &inventory, container);
         Ok(Binding { name: bound.name, adjustment })
     }
 

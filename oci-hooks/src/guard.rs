@@ -1,8 +1,8 @@
 //! The guard: the last look before a container with a share starts. It runs as an OCI `createContainer` hook, in
-//! the container's mount namespace, with all mounts in place and the host's files still in sight. The container
-//! starts only if the share that it claims is bound to it in the ledger, the shim and its files are really mounted
-//! where they work, and the image can run under the shim (design: D2, D5, I2). What the claim says is looked up,
-//! never believed. Then it completes `/etc/ld.so.preload` with what the image had there.
+//! the container's mount namespace, with the pod's volumes in place and the host's files still in sight. The container
+//! starts only if the share that it claims is bound to it in the ledger and the image can run under the shim (design: D2,
+//! I2). What the claim says is looked up, never believed. The guard mounts the shim and its files itself, and looks whether
+//! they are where they work; `/etc/ld.so.preload` it completes with what the image had there.
 //!
 //! It says one sentence on refusal: thing, reason, remedy. The runtime carries it into the pod's events. It knows
 //! neither NRI nor kubelet nor how the hook is called.
@@ -28,7 +28,7 @@ use crate::{
 };
 
 pub use floor::FloorError;
-pub use mounts::{Flaw, Mounted};
+pub use mounts::{DriverFile, Flaw, Mounted};
 pub use preload::PreloadError;
 
 /// A look takes a few milliseconds. Past this something is wrong with the node's disk (a read can hang in the kernel, on
@@ -49,6 +49,8 @@ pub struct Container {
     pub command: Command,
     /// Name of its image, where the runtime tells.
     pub image: Option<String>,
+    /// SELinux context of what is mounted for it, where the node has such.
+    pub mount_label: Option<String>,
 }
 
 /// Why a container does not start.
@@ -205,8 +207,9 @@ impl std::fmt::Display for Who {
     }
 }
 
-/// Decides whether `container`, with its root at `rootfs`, may start. `paths` are the node's; `images` says what becomes
-/// of an image that does not fit, `floor` who else must hold its memory. What it found and let pass is returned.
+/// Mounts what holds `container` to its share in its root at `rootfs`, and decides whether it may start. `paths` and `files`
+/// are the node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
+/// found and let pass is returned.
 ///
 /// # Errors
 /// Why it may not start.
@@ -214,6 +217,7 @@ pub fn run(
     paths: &Paths,
     images: &ImagePolicy,
     floor: MemoryFloor,
+    files: &[DriverFile],
     container: &Container,
     rootfs: &Rootfs,
 ) -> Result<Vec<Finding>, Refusal> {
@@ -223,12 +227,17 @@ pub fn run(
         ShareKind::Whole => Ok(Vec::new()),
         ShareKind::Share => {
             let folder = ShareFolder::new(&paths.shares(), &name);
-            let inventory = verify_mounts(paths, rootfs, &record, &folder)?;
+            let inventory = Inventory::load(&paths.inventory())
+                .map_err(|error| Refusal::Node { who: Who::of(&record), reason: error.to_string() })?;
+            let preload = |reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) };
+            let list = preload::compose(rootfs).map_err(preload)?;
+            let mounts = mounts::expected(paths, &inventory.driver, files, &folder);
+            mount(&mounts, container, rootfs, &record)?;
+            verify_limits(&record, &folder)?;
             let findings = verify_image(paths, images, container, rootfs, &record, &folder, &inventory)?;
             floor::hold(paths, floor, &name, &inventory.driver.version)
                 .map_err(|reason| Refusal::Floor { who: Who::of(&record), reason })?;
-            preload::compose(rootfs, &folder)
-                .map_err(|reason| Refusal::Preload { who: Who::of(&record), reason: Box::new(reason) })?;
+            preload::write(&list, &folder).map_err(preload)?;
             Ok(findings)
         }
     }
@@ -261,21 +270,17 @@ fn record(paths: &Paths, container: &Container) -> Result<(ShareName, ShareRecor
     Ok((share, record))
 }
 
-/// All that enforces the share is where it works. The node's inventory is returned.
-fn verify_mounts(
-    paths: &Paths,
+/// Mounts all that enforces the share, and sees that it is where it works: an image whose links lead from one of the places
+/// to another has one mount over the other.
+fn mount(
+    mounts: &[mounts::Mount],
+    container: &Container,
     rootfs: &Rootfs,
     record: &ShareRecord,
-    folder: &ShareFolder,
-) -> Result<Inventory, Refusal> {
-    let who = || Who::of(record);
-    let inventory = Inventory::load(&paths.inventory())
-        .map_err(|error| Refusal::Node { who: who(), reason: error.to_string() })?;
-    for mount in mounts::expected(paths, &inventory.driver, folder) {
-        mount.verify(rootfs).map_err(|mounted| Refusal::Mount { who: who(), mounted: Box::new(mounted) })?;
-    }
-    verify_limits(record, folder)?;
-    Ok(inventory)
+) -> Result<(), Refusal> {
+    let refuse = |mounted| Refusal::Mount { who: Who::of(record), mounted };
+    mounts::make(mounts, rootfs, container.mount_label.as_deref()).map_err(refuse)?;
+    mounts.iter().try_for_each(|mount| mount.verify(rootfs).map_err(|mounted| refuse(Box::new(mounted))))
 }
 
 /// The image can run under the shim, or the node says that this is no matter.

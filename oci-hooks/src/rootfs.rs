@@ -1,6 +1,6 @@
 //! A container's root, seen from the host: every path in it is reached through file descriptors that
 //! `openat2(RESOLVE_IN_ROOT)` opened, so no symlink, `..` or rename in an image leads out of it. Nothing is
-//! checked by path and then used by path, nothing is executed or mounted, and what is read is bounded. It
+//! checked by path and then used by path, nothing of it is executed or mounted, and what is read is bounded. It
 //! knows nothing of what the hooks want with the files.
 
 use std::{
@@ -19,7 +19,6 @@ use std::{
 use rustix::{
     fs::{self, AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat, StatxAttributes, StatxFlags},
     io::Errno,
-    mount::{OpenTreeFlags, open_tree},
 };
 use thiserror::Error;
 
@@ -40,7 +39,7 @@ pub struct Rootfs {
     path: PathBuf,
 }
 
-/// A folder in a container's root, open to be changed. It lies on the root's own mount, never on a volume.
+/// A folder in a container's root, open to be changed.
 #[derive(Debug)]
 pub struct Folder {
     fd: OwnedFd,
@@ -186,22 +185,14 @@ impl Rootfs {
         link_target(&parent, name).map_err(|reason| failed(path, "read the link", reason))
     }
 
-    /// The folder at `folder` as it is beneath everything that is mounted below it, as a root of its own for
-    /// reading; `None` where there is no such folder. Needs CAP_SYS_ADMIN.
-    pub fn beneath_mounts(&self, folder: &Path) -> Result<Option<Self>, RootfsError> {
-        let flags = OFlags::PATH | OFlags::DIRECTORY;
-        let Some(fd) = self.look_up(folder, flags, ResolveFlags::empty())? else { return Ok(None) };
-        // Not recursive: the copy of the mount has none of the mounts on it.
-        let flags =
-            OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
-        let fd =
-            open_tree(&fd, "", flags).map_err(|reason| failed(folder, "look beneath its mounts", reason))?;
-        Ok(Some(Self { fd, path: folder.into() }))
-    }
-
     /// Opens the folder at `path` to change what is in it, and creates it, and the folders above it, where they
     /// are missing. Symlinks on the way are followed within the root; a volume on the way is refused.
     pub fn folder(&self, path: &Path) -> Result<Folder, RootfsError> {
+        self.folder_across(path, ResolveFlags::NO_XDEV)
+    }
+
+    /// The same; `resolve` says whether volumes may be on the way.
+    fn folder_across(&self, path: &Path, resolve: ResolveFlags) -> Result<Folder, RootfsError> {
         let names = names(path)?;
         let flags = OFlags::PATH | OFlags::DIRECTORY;
         // The deepest folder that exists. Each try starts at the root: only there does RESOLVE_IN_ROOT give
@@ -209,7 +200,7 @@ impl Rootfs {
         let mut depth = names.len();
         let mut fd = loop {
             let existing: PathBuf = Path::new("/").join(names[..depth].iter().collect::<PathBuf>());
-            match self.look_up(&existing, flags, ResolveFlags::NO_XDEV)? {
+            match self.look_up(&existing, flags, resolve)? {
                 Some(fd) => break fd,
                 None if depth == 0 => return Err(failed(path, "open the root", Errno::NOENT)),
                 None => depth -= 1,
@@ -367,8 +358,10 @@ fn errno(error: &io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
+mod mount;
 mod walk;
 
+pub use mount::{Access, Room};
 pub use walk::{Entry, Unseen};
 
 #[cfg(test)]

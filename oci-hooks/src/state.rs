@@ -40,6 +40,8 @@ pub struct Container {
     pub image: Option<String>,
     /// The pod's namespace and name, and the container's name in it, where the runtime tells.
     pub pod: Option<[String; 3]>,
+    /// SELinux context of what is mounted for it, where the node has such.
+    pub mount_label: Option<String>,
 }
 
 /// Annotation with the image's name, set by containerd (`pkg/cri/annotations`).
@@ -80,6 +82,14 @@ struct Config {
     process: Option<Command>,
     #[serde(default)]
     annotations: HashMap<String, String>,
+    #[serde(default)]
+    linux: ConfigLinux,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct ConfigLinux {
+    mount_label: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -111,6 +121,7 @@ impl Container {
                 [Some(namespace), Some(pod), Some(container)] => Some([namespace, pod, container]),
                 _ => None,
             },
+            mount_label: config.linux.mount_label.filter(|label| !label.is_empty()),
         })
     }
 
@@ -174,7 +185,7 @@ mod tests {
         let container = Container::read(state(folder.path()).as_bytes()).unwrap();
         assert_eq!(container.root, folder.path().join("rootfs"));
         assert_eq!(container.name(), "container c1");
-        assert_eq!((container.id.as_str(), container.image), ("c1", None));
+        assert_eq!((container.id.as_str(), container.image, container.mount_label), ("c1", None, None));
         assert_eq!(container.annotations["tencent.com/vcuda-share"], "a_b");
     }
 
@@ -182,6 +193,7 @@ mod tests {
     fn what_is_started_of_which_image_and_for_which_pod_is_in_the_bundle() {
         let folder = bundle(
             r#"{"root":{"path":"rootfs"},"process":{"args":["app"],"env":["A=b"],"cwd":"/x","new":1},
+                "linux":{"mountLabel":"system_u:object_r:container_file_t:s0","seccomp":{}},
                 "annotations":{"io.kubernetes.cri.image-name":"registry/app:1",
                 "io.kubernetes.cri.sandbox-namespace":"team","io.kubernetes.cri.sandbox-name":"train",
                 "io.kubernetes.cri.container-name":"main"}}"#,
@@ -190,6 +202,7 @@ mod tests {
         assert_eq!(container.name(), "pod team/train, container main");
         let command = Command { args: vec!["app".into()], env: vec!["A=b".into()], cwd: "/x".into() };
         assert_eq!((container.command, container.image.as_deref()), (command, Some("registry/app:1")));
+        assert_eq!(container.mount_label.as_deref(), Some("system_u:object_r:container_file_t:s0"));
     }
 
     #[test]

@@ -63,17 +63,23 @@ fn a_share_finds_the_drivers_own_libraries_behind_the_shim_and_whole_gpus_in_the
     let spec = node.spec();
     let [share, whole] = &spec.devices[..] else { panic!("{spec:?}") };
     assert_eq!((share.name.as_str(), whole.name.as_str()), ("share", "whole"));
-    assert_eq!(places(&share.container_edits.mounts), [place::REAL_CUDA, place::REAL_NVML]);
     assert_eq!(
         places(&whole.container_edits.mounts)[..2],
         [format!("/usr/lib64/libcuda.so.{VERSION}"), format!("/usr/lib64/libnvidia-ml.so.{VERSION}")]
     );
-    let host = |device: &Device| {
-        let core = &device.container_edits.mounts[..2];
-        core.iter().map(|mount| mount.host_path.clone()).collect::<Vec<_>>()
+    // Those of a share the hook mounts, with all else that a share has.
+    assert!(share.container_edits.mounts.is_empty(), "{share:?}");
+    let behind = |device: &Device| -> Vec<String> {
+        let args = &device.container_edits.hooks[0].args;
+        args.windows(2).filter(|pair| pair[0] == "--driver-file").map(|pair| pair[1].clone()).collect()
     };
-    assert_eq!(host(share), host(whole));
-    assert_eq!(host(share)[0], node.root.at(&format!("/usr/lib64/libcuda.so.{VERSION}")).to_str().unwrap());
+    let host = |at: usize| whole.container_edits.mounts[at].host_path.clone();
+    assert_eq!(host(0), node.root.at(&format!("/usr/lib64/libcuda.so.{VERSION}")).to_str().unwrap());
+    assert_eq!(
+        behind(share),
+        [format!("{}::{}", host(0), place::REAL_CUDA), format!("{}::{}", host(1), place::REAL_NVML)]
+    );
+    assert!(behind(whole).is_empty());
     // What stands in the shim's place must not be mounted for all.
     assert!(
         !places(&spec.container_edits.mounts)
@@ -181,6 +187,9 @@ fn the_hook_takes_the_arguments_that_are_written_for_it() {
                 "--link" => assert!(pair[1].parse::<oci_hooks::links::Link>().is_ok(), "{pair:?}"),
                 "--library" => {
                     assert!(pair[1].parse::<oci_hooks::ldcache::LibraryPath>().is_ok(), "{pair:?}")
+                }
+                "--driver-file" => {
+                    assert!(pair[1].parse::<oci_hooks::guard::DriverFile>().is_ok(), "{pair:?}")
                 }
                 "--state" | "--install" | "--config" => {
                     assert!(Path::new(&pair[1]).is_absolute(), "{pair:?}")

@@ -18,7 +18,7 @@ use std::{
 
 use clap::{Parser, Subcommand, error::ErrorKind};
 use oci_hooks::{
-    guard::{self, Refusal},
+    guard::{self, DriverFile, Refusal},
     ldcache, links,
     rootfs::Rootfs,
     state::Container,
@@ -59,7 +59,8 @@ enum Hook {
     Links(links::Args),
     /// Make the container's loader find the driver's libraries.
     Ldcache(ldcache::Args),
-    /// Refuse to start a container whose GPU share is not bound or would not be enforced.
+    /// Mount what holds a container to its GPU share; refuse to start one whose share is not bound or would not be
+    /// enforced.
     Guard(GuardArgs),
 }
 
@@ -84,6 +85,10 @@ struct GuardArgs {
     /// The node file, for what becomes of images that cannot run under a share.
     #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
     config: PathBuf,
+    /// A file of the driver that a container with a share finds behind the shim: HOST::PATH, absolute on the host and in
+    /// the container. May be given many times.
+    #[arg(long = "driver-file", value_name = "HOST::PATH")]
+    driver_files: Vec<DriverFile>,
 }
 
 fn main() -> ExitCode {
@@ -142,8 +147,9 @@ fn guard(args: GuardArgs, container: Container, rootfs: &Rootfs) -> anyhow::Resu
         id: container.id,
         command: container.command,
         image: container.image,
+        mount_label: container.mount_label,
     };
-    guard::run(&paths, &file.images, file.memory.floor, &container, rootfs)?;
+    guard::run(&paths, &file.images, file.memory.floor, &args.driver_files, &container, rootfs)?;
     Ok(())
 }
 

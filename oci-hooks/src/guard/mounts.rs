@@ -1,18 +1,51 @@
-//! What enforces a share is mounted where it works: each place in the container is the very file of the node, not
-//! one that the image or a volume put there, and those that a container must not change are read-only.
+//! Mounts what enforces a share where it works, and then looks whether it is there: each place in the container is the very
+//! file of the node, not one that the image or a volume put there, and those that a container must not change are
+//! read-only. Mounted here and not by the runtime, which takes ten times as long for it.
 
 use std::{
     fmt,
     os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
+    str::FromStr,
 };
 
 use ledger::{Driver, ShareFolder};
 use region::place;
 use rustix::fs::{StatVfsMountFlags, fstatvfs};
+use thiserror::Error;
 use vcuda_config::Paths;
 
-use crate::rootfs::Rootfs;
+use crate::rootfs::{Access, Rootfs};
+
+/// A file of the driver that a container with a share finds behind the shim, read-only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverFile {
+    /// Where it is on the node.
+    pub host: PathBuf,
+    /// Where the container finds it.
+    pub place: PathBuf,
+}
+
+/// Why a text names no file of the driver.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{0:?} is no HOST::PATH of two absolute paths, of which PATH is below {folder}", folder = place::FOLDER)]
+pub struct DriverFileError(String);
+
+impl FromStr for DriverFile {
+    type Err = DriverFileError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let bad = || DriverFileError(text.into());
+        let (host, place) = text.split_once("::").ok_or_else(bad)?;
+        let (host, place) = (Path::new(host), Path::new(place));
+        let ours = place.strip_prefix(place::FOLDER).map_err(|_| bad())?;
+        let plain = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
+        if !host.is_absolute() || ours.as_os_str().is_empty() || !plain(ours) {
+            return Err(bad());
+        }
+        Ok(Self { host: host.into(), place: place.into() })
+    }
+}
 
 /// A place in the container and the file of the node that must be mounted there.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,28 +81,59 @@ pub enum Flaw {
     ReadOnly,
     /// What is there cannot be looked at.
     Unreadable(String),
+    /// It cannot be mounted.
+    Refused(String),
 }
 
 /// Everything that must be mounted for a share.
-pub fn expected(paths: &Paths, driver: &Driver, folder: &ShareFolder) -> Vec<Mount> {
+pub fn expected(paths: &Paths, driver: &Driver, files: &[DriverFile], folder: &ShareFolder) -> Vec<Mount> {
     let read_only =
         |what, host: PathBuf, place: &Path| Mount { what, host, place: place.into(), writable: false };
     let library = |name: &str| driver.library_dir.join(format!("{name}.so.{}", driver.version));
-    vec![
+    let mut all = vec![
         read_only("the shim", paths.shim(), Path::new(place::SHIM)),
+        // The same file where the driver's own libraries are looked up: the loader knows it by its inode and loads it
+        // once.
         read_only("the shim in libcuda's place", paths.shim(), &library("libcuda")),
         read_only("the shim in NVML's place", paths.shim(), &library("libnvidia-ml")),
         read_only("its limits", folder.limits(), Path::new(place::LIMITS)),
         read_only("the list of preloaded libraries", folder.preload(), Path::new(place::LD_SO_PRELOAD)),
         Mount { what: "its usage", host: folder.usage(), place: place::USAGE.into(), writable: true },
-    ]
+    ];
+    all.extend(files.iter().map(|file| read_only("the driver's library", file.host.clone(), &file.place)));
+    all
+}
+
+/// Mounts all of `mounts`, those of [`place::FOLDER`] in a file system of its own, which the container cannot change.
+///
+/// # Errors
+/// The first that cannot be.
+pub fn make(mounts: &[Mount], rootfs: &Rootfs, label: Option<&str>) -> Result<(), Box<Mounted>> {
+    let folder = Path::new(place::FOLDER);
+    let of_folder = |reason: String| {
+        let (host, place) = ("tmpfs".into(), folder.into());
+        Box::new(Mounted { what: "vcuda's folder", host, place, flaw: Flaw::Refused(reason) })
+    };
+    let room = rootfs.mount_room(folder, label).map_err(|error| of_folder(error.to_string()))?;
+    for mount in mounts {
+        let access = if mount.writable { Access::Writable } else { Access::ReadOnly };
+        rootfs.mount_file(&mount.host, &mount.place, access).map_err(|error| {
+            let missing = std::fs::metadata(&mount.host).err();
+            let flaw = missing.map(|reason| Flaw::NoHostFile(reason.to_string()));
+            Box::new(mount.flawed(flaw.unwrap_or_else(|| Flaw::Refused(error.to_string()))))
+        })?;
+    }
+    room.seal().map_err(|error| of_folder(format!("it cannot be made read-only: {error}")))
 }
 
 impl Mount {
+    fn flawed(&self, flaw: Flaw) -> Mounted {
+        Mounted { what: self.what, host: self.host.clone(), place: self.place.clone(), flaw }
+    }
+
     /// Sees that the place in the container is the node's file.
     pub fn verify(&self, rootfs: &Rootfs) -> Result<(), Mounted> {
-        let flawed =
-            |flaw| Mounted { what: self.what, host: self.host.clone(), place: self.place.clone(), flaw };
+        let flawed = |flaw| self.flawed(flaw);
         let host =
             std::fs::metadata(&self.host).map_err(|error| flawed(Flaw::NoHostFile(error.to_string())))?;
         let file = rootfs
@@ -94,7 +158,7 @@ impl fmt::Display for Mounted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { what, host, place, flaw } = self;
         let (host, place) = (host.display(), place.display());
-        let rebind = "see that vcuda-nri-plugin of this version runs on this node, then delete the pod";
+        let rebind = "see that all parts of vcuda on this node are of one version, then delete the pod";
         match flaw {
             Flaw::NoHostFile(reason) => {
                 write!(f, "{what} cannot be verified: {host}: {reason}; {rebind}")
@@ -116,6 +180,34 @@ impl fmt::Display for Mounted {
                 write!(f, "{what} at {place} is read-only, so no CUDA program in it could start; {rebind}")
             }
             Flaw::Unreadable(reason) => write!(f, "{what} at {place} cannot be verified: {reason}; {rebind}"),
+            Flaw::Refused(reason) => write!(
+                f,
+                "{what} ({host}) cannot be mounted: {reason}; remove from the image or the pod's volumes what is in the way, else {rebind}"
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_for_our_own_folder_are_taken() {
+        let file: DriverFile =
+            "/usr/lib/libcuda.so.550.1::/usr/local/vcuda/driver/libcuda.so.1".parse().unwrap();
+        assert_eq!(file.host, Path::new("/usr/lib/libcuda.so.550.1"));
+        assert_eq!(file.place, Path::new(place::REAL_CUDA));
+        for text in [
+            "",
+            "/a",
+            "/a::/b",
+            "a::/usr/local/vcuda/b",
+            "/a::/usr/local/vcuda",
+            "/a::/usr/local/vcuda/../b",
+            "/a::/usr/local/vcuda2/b",
+        ] {
+            assert!(text.parse::<DriverFile>().is_err(), "{text}");
         }
     }
 }

@@ -1,5 +1,5 @@
 //! `/etc/ld.so.preload` of a container with a share: the shim first, then what the image has there. Our file is
-//! mounted over the image's, so the image's is read beneath the mounts and its entries are added to ours.
+//! mounted over the image's, so that is read before, and its entries are added to ours.
 
 use std::{
     collections::BTreeSet,
@@ -47,35 +47,23 @@ pub enum PreloadError {
     },
 }
 
-/// Writes the list of the share in `folder`, whose file is mounted in the container: in place, so that the mount
-/// shows it.
-pub fn compose(rootfs: &Rootfs, folder: &ShareFolder) -> Result<(), PreloadError> {
-    let image = images_own(rootfs)?;
+/// The list of a share whose image has its own at `rootfs`, where ours is not mounted yet. `/etc` may be a volume; then
+/// the list on it is what the container would have had.
+pub fn compose(rootfs: &Rootfs) -> Result<String, PreloadError> {
+    let image = rootfs.read(Path::new(place::LD_SO_PRELOAD), MAX_BYTES)?.unwrap_or_default();
     let mut text = format!("{}\n", place::SHIM);
     for entry in entries(&image)? {
         text.push_str(entry);
         text.push('\n');
     }
-    let path = folder.preload();
-    write_in_place(&path, text.as_bytes()).map_err(|source| PreloadError::Node { path, source })
+    Ok(text)
 }
 
-/// The image's own list, beneath whatever is mounted over it. `/etc` may itself be a volume; then the list on it
-/// is what the container would have had.
-fn images_own(rootfs: &Rootfs) -> Result<Vec<u8>, PreloadError> {
-    let path = Path::new(place::LD_SO_PRELOAD);
-    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else { return Ok(Vec::new()) };
-    let Some(beneath) = rootfs.beneath_mounts(folder)? else { return Ok(Vec::new()) };
-    let here = Path::new("/").join(name);
-    let list = match beneath.read_link(&here)? {
-        None => beneath.read(&here, MAX_BYTES)?,
-        // A link's target is a path of the whole root, not of this folder.
-        Some(_) => match rootfs.beneath_mounts(Path::new("/"))? {
-            Some(root) => root.read(path, MAX_BYTES)?,
-            None => None,
-        },
-    };
-    Ok(list.unwrap_or_default())
+/// Makes the list that of the share in `folder`, whose file is mounted in the container: in place, so that the mount
+/// shows it.
+pub fn write(list: &str, folder: &ShareFolder) -> Result<(), PreloadError> {
+    let path = folder.preload();
+    write_in_place(&path, list.as_bytes()).map_err(|source| PreloadError::Node { path, source })
 }
 
 /// The libraries named in a list, as glibc reads it (`do_preload` in `elf/rtld.c`): separated by white space and

@@ -5,7 +5,10 @@ use std::{fs, os::unix::fs::symlink, path::Path, process::Command as Process};
 
 use ledger::{ContainerRef, DeviceNode, Driver, GpuShare, PodRef, ShareState};
 use region::{GpuLimit, Slots, Usage, place};
-use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change, mount_remount};
+use rustix::{
+    fs::{StatVfsMountFlags, statvfs},
+    mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change},
+};
 use tempfile::TempDir;
 use vcuda_config::GpuUuid;
 
@@ -48,6 +51,7 @@ struct Rig {
     paths: Paths,
     container: Container,
     record: ShareRecord,
+    driver: Vec<DriverFile>,
 }
 
 fn gpu() -> GpuUuid {
@@ -55,7 +59,7 @@ fn gpu() -> GpuUuid {
 }
 
 impl Rig {
-    /// All is as it should be, except that nothing is mounted yet.
+    /// All is as it should be, except that the root is a plain folder.
     fn bare() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
@@ -92,8 +96,9 @@ impl Rig {
             share: Some(SHARE.into()),
             command,
             image: Some("registry/app:1".into()),
+            mount_label: None,
         };
-        let rig = Self { root: at("root"), folder, paths, container, record };
+        let rig = Self { root: at("root"), folder, paths, container, record, driver: Vec::new() };
 
         fs::create_dir_all(rig.share().usage().parent().unwrap()).unwrap();
         rig.store();
@@ -116,7 +121,7 @@ impl Rig {
         rig
     }
 
-    /// Makes the root so far a layer, and the root an overlay on it, as a snapshotter has them; then mounts all.
+    /// Makes the root so far a layer, and the root an overlay on it, as a snapshotter has them.
     fn overlay(self) -> Self {
         let at = |name: &str| self.folder.path().join(name);
         fs::rename(&self.root, at("image")).unwrap();
@@ -127,14 +132,14 @@ impl Rig {
         let options =
             std::ffi::CString::new(format!("lowerdir={lower},upperdir={upper},workdir={work}")).unwrap();
         mount("overlay", &self.root, "overlay", MountFlags::empty(), Some(options.as_c_str())).unwrap();
-        self.mount_all(None);
+        self.mount_root();
         self
     }
 
     /// All is as it should be.
-    fn mounted() -> Self {
+    fn ready() -> Self {
         let rig = Self::bare();
-        rig.mount_all(None);
+        rig.mount_root();
         rig
     }
 
@@ -177,17 +182,13 @@ impl Rig {
         ]
     }
 
-    /// The root on itself, as runc does it, and on it all places but `left_out`.
-    fn mount_all(&self, left_out: Option<usize>) {
+    /// The root on itself, as runc does it.
+    fn mount_root(&self) {
         mount_bind(&self.root, &self.root).unwrap();
-        for (at, (host, place, read_only)) in self.places().into_iter().enumerate() {
-            if Some(at) != left_out {
-                self.mount(&host, &place, read_only);
-            }
-        }
     }
 
-    fn mount(&self, host: &Path, place: &str, read_only: bool) {
+    /// A volume of the pod's, as runc mounts it.
+    fn volume(&self, host: &Path, place: &str) {
         let target = self.in_root(place);
         if host.is_dir() {
             fs::create_dir_all(&target).unwrap();
@@ -195,9 +196,6 @@ impl Rig {
             write(&target, b"");
         }
         mount_bind(host, &target).unwrap();
-        if read_only {
-            mount_remount(&target, MountFlags::BIND | MountFlags::RDONLY, "").unwrap();
-        }
     }
 
     fn in_root(&self, place: &str) -> PathBuf {
@@ -212,7 +210,7 @@ impl Rig {
     fn guard_under(&self, policy: Policy) -> Result<Vec<Finding>, Refusal> {
         let other = if policy == Policy::Enforce { Policy::Off } else { Policy::Enforce };
         let images = ImagePolicy { policy: other, namespaces: [("team".to_owned(), policy)].into() };
-        run(&self.paths, &images, MemoryFloor::Shim, &self.container, &Rootfs::open(&self.root).unwrap())
+        self.run(&images, MemoryFloor::Shim)
     }
 
     /// As the node file says whose text is `images`.
@@ -220,8 +218,12 @@ impl Rig {
         let path = self.folder.path().join("config.yaml");
         fs::write(&path, format!("version: 1\n{images}")).unwrap();
         let file = vcuda_config::NodeFile::load_or_default(&path).unwrap();
+        self.run(&file.images, file.memory.floor)
+    }
+
+    fn run(&self, images: &ImagePolicy, floor: MemoryFloor) -> Result<Vec<Finding>, Refusal> {
         let rootfs = Rootfs::open(&self.root).unwrap();
-        run(&self.paths, &file.images, file.memory.floor, &self.container, &rootfs)
+        run(&self.paths, images, floor, &self.driver, &self.container, &rootfs)
     }
 
     fn refusal(&self) -> String {
@@ -242,12 +244,34 @@ fn write(path: &Path, bytes: &[u8]) {
 #[ignore = "mounts need root"]
 fn a_share_with_all_in_place_starts() {
     with_own_mounts("a_share_with_all_in_place_starts", || {
-        let rig = Rig::mounted();
+        let mut rig = Rig::bare();
+        let driver = rig.folder.path().join("libcuda");
+        write(&driver, b"the driver's own");
+        rig.driver = vec![DriverFile { host: driver.clone(), place: place::REAL_CUDA.into() }];
+        rig.mount_root();
         assert!(rig.guard().unwrap().is_empty());
         assert_eq!(rig.preload(), format!("{}\n", place::SHIM));
-        // A second hook run, as after a restart, finds and leaves all the same.
-        assert!(rig.guard().unwrap().is_empty());
-        assert_eq!(rig.preload(), format!("{}\n", place::SHIM));
+        assert_eq!(fs::read(rig.in_root(place::REAL_CUDA)).unwrap(), b"the driver's own");
+        let folder = (PathBuf::new(), place::FOLDER.to_owned(), true);
+        let driver = (driver, place::REAL_CUDA.to_owned(), true);
+        for (host, place, read_only) in rig.places().into_iter().chain([driver, folder]) {
+            let flags = statvfs(rig.in_root(&place)).unwrap().f_flag;
+            assert_eq!(flags.contains(StatVfsMountFlags::RDONLY), read_only, "{place}");
+            assert!(flags.contains(StatVfsMountFlags::NOSUID | StatVfsMountFlags::NODEV), "{place}");
+            let data = !read_only || place == place::FOLDER;
+            assert_eq!(flags.contains(StatVfsMountFlags::NOEXEC), data, "{place}");
+            // What the node mounts later over its own file is no matter of the container's.
+            if place != place::FOLDER {
+                mount_bind("/proc/self/status", &host).unwrap();
+                assert_ne!(fs::metadata(rig.in_root(&place)).unwrap().len(), 0, "{place}");
+                rustix::mount::unmount(&host, rustix::mount::UnmountFlags::DETACH).unwrap();
+            }
+        }
+        // A ceiling that is changed later is that of the container at once.
+        let inside = Limits::open(&rig.in_root(place::LIMITS)).unwrap();
+        let limit = GpuLimit { memory_bytes: 4 << 30, ..inside.get(0).unwrap() };
+        region::LimitsWriter::open(&rig.share().limits()).unwrap().set(&limit).unwrap();
+        assert_eq!(inside.get(0).unwrap().memory_bytes, 4 << 30);
     });
 }
 
@@ -295,15 +319,15 @@ fn whole_gpus_need_their_record_and_nothing_else() {
 
 #[test]
 #[ignore = "mounts need root"]
-fn whatever_is_not_mounted_is_named() {
-    with_own_mounts("whatever_is_not_mounted_is_named", || {
-        for left_out in 0..6 {
-            let rig = Rig::bare();
-            rig.mount_all(Some(left_out));
-            let (_, place, _) = &rig.places()[left_out];
-            let refusal = rig.refusal();
+fn what_the_node_lacks_is_named() {
+    with_own_mounts("what_the_node_lacks_is_named", || {
+        for at in 0..6 {
+            let rig = Rig::ready();
+            let (host, ..) = rig.places().swap_remove(at);
+            fs::remove_file(&host).unwrap();
+            let (refusal, host) = (rig.refusal(), host.to_string_lossy());
             assert!(
-                refusal.contains(place.as_str()) && refusal.contains("pod team/train, container main"),
+                refusal.contains(&*host) && refusal.contains("pod team/train, container main"),
                 "{refusal}"
             );
         }
@@ -312,33 +336,63 @@ fn whatever_is_not_mounted_is_named() {
 
 #[test]
 #[ignore = "mounts need root"]
-fn a_copy_in_the_place_of_the_file_is_refused() {
-    with_own_mounts("a_copy_in_the_place_of_the_file_is_refused", || {
+fn what_image_and_volumes_have_in_a_place_is_covered() {
+    with_own_mounts("what_image_and_volumes_have_in_a_place_is_covered", || {
         for at in 0..6 {
-            let rig = Rig::mounted();
-            let (host, place, read_only) = rig.places().swap_remove(at);
+            let rig = Rig::bare();
+            let (host, place, _) = rig.places().swap_remove(at);
+            rig.image(place.trim_start_matches('/'), b"the image's");
+            rig.mount_root();
             let copy = rig.folder.path().join("copy");
             fs::copy(&host, &copy).unwrap();
-            rig.mount(&copy, &place, read_only);
-            let refusal = rig.refusal();
-            assert!(refusal.contains(&place) && refusal.contains("remove volumes"), "{refusal}");
+            if place != place::LD_SO_PRELOAD {
+                rig.volume(&copy, &place);
+            }
+            let refused = rig.guard();
+            assert!(refused.is_ok(), "{refused:?}");
+            assert_eq!(fs::read(rig.in_root(&place)).unwrap(), fs::read(&host).unwrap(), "{place}");
         }
+        // Their folder is a volume, which other containers have, too.
+        let rig = Rig::ready();
+        let volume = rig.folder.path().join("volume");
+        fs::create_dir(&volume).unwrap();
+        rig.volume(&volume, LIBRARIES);
+        assert!(rig.guard().unwrap().is_empty());
+        assert_eq!(
+            fs::read(volume.join("libcuda.so.550.1")).unwrap(),
+            b"",
+            "only a mount point is made there"
+        );
     });
 }
 
+/// A link of the image's from one place to another would have one mount over the other, or lead out of the root.
 #[test]
 #[ignore = "mounts need root"]
-fn what_the_container_could_change_is_refused() {
-    with_own_mounts("what_the_container_could_change_is_refused", || {
-        for left_out in 0..6 {
-            let rig = Rig::bare();
-            rig.mount_all(Some(left_out));
-            let (host, place, read_only) = rig.places().swap_remove(left_out);
-            rig.mount(&host, &place, !read_only);
-            let refusal = rig.refusal();
-            let expected = if read_only { "is not read-only" } else { "is read-only" };
-            assert!(refusal.contains(&place) && refusal.contains(expected), "{refusal}");
-        }
+fn links_in_the_image_lead_neither_out_of_it_nor_one_mount_over_another() {
+    with_own_mounts("links_in_the_image_lead_neither_out_of_it_nor_one_mount_over_another", || {
+        let rig = Rig::bare();
+        fs::create_dir_all(rig.in_root("/etc")).unwrap();
+        symlink(format!("{LIBRARIES}/libcuda.so.550.1"), rig.in_root(place::LD_SO_PRELOAD)).unwrap();
+        rig.mount_root();
+        let refusal = rig.refusal();
+        assert!(refusal.contains("the shim in libcuda's place is not what is at"), "{refusal}");
+
+        let rig = Rig::bare();
+        let outside = rig.folder.path().join("outside");
+        fs::create_dir(&outside).unwrap();
+        fs::create_dir_all(rig.in_root("/usr/local")).unwrap();
+        symlink(&outside, rig.in_root(place::FOLDER)).unwrap();
+        rig.mount_root();
+        assert!(rig.refusal().contains("broken symlink is in its way"), "{}", rig.refusal());
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 0);
+
+        let rig = Rig::bare();
+        fs::create_dir_all(rig.in_root("/etc")).unwrap();
+        symlink("../../outside", rig.in_root(place::LD_SO_PRELOAD)).unwrap();
+        rig.mount_root();
+        assert!(rig.refusal().contains("broken symlink is in its way"), "{}", rig.refusal());
+        assert!(!rig.folder.path().join("outside").exists());
     });
 }
 
@@ -346,9 +400,8 @@ fn what_the_container_could_change_is_refused() {
 #[ignore = "mounts need root"]
 fn a_fifo_in_the_place_of_the_shim_is_refused_at_once() {
     with_own_mounts("a_fifo_in_the_place_of_the_shim_is_refused_at_once", || {
-        let rig = Rig::bare();
-        rig.mount_all(Some(0));
-        let at = rig.in_root(place::SHIM);
+        let rig = Rig::ready();
+        let at = rig.in_root(&rig.places()[1].1);
         fs::create_dir_all(at.parent().unwrap()).unwrap();
         rustix::fs::mknodat(rustix::fs::CWD, &at, rustix::fs::FileType::Fifo, 0o666.into(), 0).unwrap();
         assert!(rig.refusal().contains("no regular file"), "{}", rig.refusal());
@@ -361,17 +414,17 @@ fn limits_that_are_not_those_of_the_share_are_refused() {
     with_own_mounts("limits_that_are_not_those_of_the_share_are_refused", || {
         let rig = Rig::bare();
         rig.limit(GpuUuid::from_bytes([8; 16]), 1 << 30);
-        rig.mount_all(None);
+        rig.mount_root();
         assert!(matches!(rig.guard(), Err(Refusal::Limits { .. })), "{}", rig.refusal());
 
         let rig = Rig::bare();
         fs::write(rig.share().limits(), b"nothing of the kind").unwrap();
-        rig.mount_all(None);
+        rig.mount_root();
         assert!(matches!(rig.guard(), Err(Refusal::Limits { .. })), "{}", rig.refusal());
 
         let rig = Rig::bare();
         rig.limit(gpu(), 0);
-        rig.mount_all(None);
+        rig.mount_root();
         assert!(rig.refusal().contains("leaves nothing"), "{}", rig.refusal());
     });
 }
@@ -385,7 +438,7 @@ fn the_images_own_preloads_are_kept_behind_the_shim() {
 
         let rig = Rig::bare();
         rig.image("etc/ld.so.preload", list);
-        rig.mount_all(None);
+        rig.mount_root();
         rig.guard().unwrap();
         assert_eq!(rig.preload(), expected);
 
@@ -394,23 +447,17 @@ fn the_images_own_preloads_are_kept_behind_the_shim() {
         rig.image("opt/list", list);
         fs::create_dir_all(rig.in_root("/etc")).unwrap();
         symlink("/opt/list", rig.in_root("/etc/ld.so.preload")).unwrap();
-        mount_bind(&rig.root, &rig.root).unwrap();
-        for (host, place, read_only) in rig.places() {
-            let place = if place == place::LD_SO_PRELOAD { "/opt/list" } else { &place };
-            rig.mount(&host, place, read_only);
-        }
+        rig.mount_root();
         rig.guard().unwrap();
+        assert_eq!(fs::read_to_string(rig.in_root("/opt/list")).unwrap(), expected);
         assert_eq!(fs::read_to_string(rig.share().preload()).unwrap(), expected);
 
         // All of /etc is a volume.
         let rig = Rig::bare();
         let volume = rig.folder.path().join("volume");
         write(&volume.join("ld.so.preload"), list);
-        mount_bind(&rig.root, &rig.root).unwrap();
-        rig.mount(&volume, "/etc", false);
-        for (host, place, read_only) in rig.places() {
-            rig.mount(&host, &place, read_only);
-        }
+        rig.mount_root();
+        rig.volume(&volume, "/etc");
         rig.guard().unwrap();
         assert_eq!(rig.preload(), expected);
         assert_eq!(fs::read(volume.join("ld.so.preload")).unwrap(), list, "the volume keeps its own");
@@ -424,7 +471,7 @@ fn a_preload_list_that_cannot_be_kept_is_refused() {
         for bad in [&b"/a\x07.so"[..], &[b'x'; 100_000]] {
             let rig = Rig::bare();
             rig.image("etc/ld.so.preload", bad);
-            rig.mount_all(None);
+            rig.mount_root();
             assert!(rig.refusal().contains("/etc/ld.so.preload"), "{}", rig.refusal());
         }
     });
@@ -434,7 +481,7 @@ fn a_preload_list_that_cannot_be_kept_is_refused() {
 #[ignore = "mounts need root"]
 fn a_node_without_its_own_files_is_named_as_the_cause() {
     with_own_mounts("a_node_without_its_own_files_is_named_as_the_cause", || {
-        let rig = Rig::mounted();
+        let rig = Rig::ready();
         fs::remove_file(rig.paths.inventory()).unwrap();
         assert!(rig.refusal().contains("vcuda-device-plugin"), "{}", rig.refusal());
     });

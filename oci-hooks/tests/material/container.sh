@@ -1,4 +1,4 @@
-# Runs "$@" in the root $ROOT as a node with vcuda does: each of our files mounted where the NRI plugin mounts it, the
+# Runs "$@" in the root $ROOT as a node with vcuda does: each of our files mounted where the guard mounts it, the
 # driver's links and the loader's cache by the hook itself. Everything is in the caller's own mount namespace, the root
 # below an overlay, so nothing stays. Without $SHIM it is a container with the driver alone.
 #

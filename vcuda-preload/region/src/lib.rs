@@ -55,6 +55,8 @@ pub const ACCOUNT_UNIT_BYTES: u64 = 512;
 
 /// Where things are inside a container with a share. The shim knows these by heart; the node mounts them.
 pub mod place {
+    /// The folder that is ours alone.
+    pub const FOLDER: &str = "/usr/local/vcuda";
     /// The shim.
     pub const SHIM: &str = "/usr/local/vcuda/lib/libvcuda_preload.so";
     /// The driver's real libcuda, behind the shim.

@@ -7,7 +7,7 @@ use crate::compat::check::Verdict;
 #[ignore = "mounts need root"]
 fn an_image_that_the_shim_does_not_fit_is_refused() {
     with_own_mounts("images::an_image_that_the_shim_does_not_fit_is_refused", || {
-        let rig = Rig::mounted();
+        let rig = Rig::ready();
         rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
         let refusal = rig.refusal();
         assert!(refusal.contains("libc-too-old") && refusal.contains("pod team/train"), "{refusal}");
@@ -20,7 +20,7 @@ fn an_image_that_the_shim_does_not_fit_is_refused() {
 #[ignore = "mounts need root"]
 fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
     with_own_mounts("images::policy_lets_an_unfit_image_start_and_the_node_remembers_it", || {
-        let rig = Rig::mounted();
+        let rig = Rig::ready();
         let seen = || verdicts::list(&rig.paths.state).unwrap().pop();
         rig.guard().unwrap();
         assert_eq!(seen().unwrap().verdict, Verdict::Fits);
@@ -40,7 +40,7 @@ fn policy_lets_an_unfit_image_start_and_the_node_remembers_it() {
         assert_eq!(seen().unwrap().starts, 3, "off looks at nothing");
 
         // What makes a share hold is no matter of policy.
-        rustix::mount::unmount(rig.in_root(place::LIMITS), rustix::mount::UnmountFlags::DETACH).unwrap();
+        fs::remove_file(rig.share().usage()).unwrap();
         assert!(matches!(rig.guard_under(Policy::Off), Err(Refusal::Mount { .. })));
     });
 }
@@ -51,11 +51,11 @@ fn an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_w
     with_own_mounts(
         "images::an_image_whose_cuda_is_too_new_for_the_driver_is_refused_or_let_pass_with_a_warning",
         || {
-            let rig = Rig::mounted();
+            let mut rig = Rig::ready();
             let driver = rig.folder.path().join("libcuda");
             let exports = vec!["cuInit", "cuMemAlloc_v2", "cuLaunchKernelEx"];
             write(&driver, &Maker { soname: Some("libcuda.so.1"), exports, ..Maker::default() }.make());
-            rig.mount(&driver, place::REAL_CUDA, true);
+            rig.driver = vec![DriverFile { host: driver, place: place::REAL_CUDA.into() }];
             let bring = |name: &'static str| {
                 rig.image(&format!("opt/{name}"), &Maker { soname: Some(name), ..Maker::default() }.make());
             };
@@ -94,12 +94,12 @@ impl Rig {
         self.image(&format!("opt/{soname}"), &runtime.make());
     }
 
-    /// Mounts a driver that serves CUDA up to 12.0.
-    fn with_driver(self) -> Self {
+    /// Brings a driver that serves CUDA up to 12.0.
+    fn with_driver(mut self) -> Self {
         let driver = self.folder.path().join("libcuda");
         let exports = vec!["cuInit", "cuMemAlloc_v2", "cuLibraryLoadData"];
         write(&driver, &Maker { soname: Some("libcuda.so.1"), exports, ..Maker::default() }.make());
-        self.mount(&driver, place::REAL_CUDA, true);
+        self.driver = vec![DriverFile { host: driver, place: place::REAL_CUDA.into() }];
         self
     }
 
@@ -205,10 +205,11 @@ fn a_verdict_on_a_driver_that_cannot_be_read_is_not_remembered() {
         for (library, ids) in [(place::REAL_CUDA, &[][..]), (place::REAL_NVML, &["cuda-minor-newer"])] {
             let rig = Rig::bare();
             rig.bring("libcudart.so.12");
-            let rig = rig.overlay().with_driver();
+            let mut rig = rig.overlay().with_driver();
             let broken = rig.folder.path().join("broken");
             write(&broken, b"\x7fELF and no more");
-            rig.mount(&broken, library, true);
+            rig.driver.retain(|file| file.place != Path::new(library));
+            rig.driver.push(DriverFile { host: broken, place: library.into() });
             let findings = rig.guard().unwrap();
             assert_eq!(findings.iter().map(|finding| &*finding.id).collect::<Vec<_>>(), ids, "{library}");
             assert!(!rig.paths.state.join("judged").exists(), "{library}");
@@ -220,7 +221,7 @@ fn a_verdict_on_a_driver_that_cannot_be_read_is_not_remembered() {
 #[ignore = "mounts need root"]
 fn the_node_file_says_by_namespace_what_becomes_of_an_image() {
     with_own_mounts("images::the_node_file_says_by_namespace_what_becomes_of_an_image", || {
-        let mut rig = Rig::mounted();
+        let mut rig = Rig::ready();
         rig.image("lib/x86_64-linux-gnu/libc.so.6", &Maker::glibc(&["GLIBC_2.12"]).make());
         let named = "namespaces: {strict: enforce, lenient: warn, blind: off}";
         for (policy, namespace, starts, warned) in [
