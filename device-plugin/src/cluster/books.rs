@@ -19,8 +19,8 @@ pub(super) struct PodOnNode {
     pub(super) name: String,
     /// The API server's UID of it.
     pub(super) api_uid: String,
-    /// Where it says that its shares are.
-    pub(super) placement: Option<String>,
+    /// Where it says that its shares are; what cannot be read says nothing.
+    pub(super) placement: Option<PodPlacement>,
     /// What its containers ask, core and memory, in the order in which they start; none once it has ended.
     asks: Vec<(String, u32, u32)>,
 }
@@ -30,7 +30,7 @@ impl PodOnNode {
     pub(super) fn read(pod: &Pod, names: &Resources) -> Option<(String, Self)> {
         let api_uid = pod.uid()?;
         let uid = pod.annotations().get(MIRROR).cloned().unwrap_or_else(|| api_uid.clone());
-        let placement = pod.annotations().get(annotation::PLACEMENT).cloned();
+        let placement = pod.annotations().get(annotation::PLACEMENT).and_then(|text| text.parse().ok());
         let ended = pod.status.as_ref().and_then(|status| status.phase.as_deref());
         let ended = matches!(ended, Some("Succeeded" | "Failed"));
         let containers = pod
@@ -84,11 +84,11 @@ pub(super) fn expected(
     pods: &BTreeMap<String, PodOnNode>,
     bound: &BTreeMap<String, Containers>,
 ) -> Vec<Expected> {
-    let mut placed: Vec<(u64, &String, &PodOnNode, PodPlacement)> = pods
+    let mut placed: Vec<(u64, &String, &PodOnNode, &PodPlacement)> = pods
         .iter()
         .filter(|(_, pod)| !pod.asks.is_empty())
         .filter_map(|(uid, pod)| {
-            let placement: PodPlacement = pod.placement.as_deref()?.parse().ok()?;
+            let placement = pod.placement.as_ref()?;
             Some((placement.placed_at, uid, pod, placement))
         })
         .collect();
@@ -115,10 +115,9 @@ pub(super) fn expected(
 
 /// What a pod should say that says `there` and whose containers are where `known` has them; none when it says so
 /// already. Of containers that have no share (yet, or any more) it goes on to say what it said.
-pub(super) fn corrected(there: Option<&str>, known: &Containers) -> Option<PodPlacement> {
-    let before: Option<PodPlacement> = there.and_then(|text| text.parse().ok());
+pub(super) fn corrected(there: Option<&PodPlacement>, known: &Containers) -> Option<PodPlacement> {
     let mut now =
-        before.clone().unwrap_or_else(|| PodPlacement { placed_at: known.since, ..Default::default() });
+        there.cloned().unwrap_or_else(|| PodPlacement { placed_at: known.since, ..Default::default() });
     for (container, gpus) in &known.gpus {
         let said = now.containers.entry(container.clone()).or_default();
         // The order is the scheduler's to choose.
@@ -127,7 +126,7 @@ pub(super) fn corrected(there: Option<&str>, known: &Containers) -> Option<PodPl
             said.clone_from(gpus);
         }
     }
-    (before.as_ref() != Some(&now)).then_some(now)
+    (there != Some(&now)).then_some(now)
 }
 
 /// The GPUs that a node's annotation cordons, and what of it is no UUID.
@@ -162,16 +161,15 @@ mod tests {
     fn a_pod_that_says_nothing_is_told_where_it_is() {
         let now = corrected(None, &known(&[("main", &[1])])).unwrap();
         assert_eq!(now.to_string(), format!("1;7;main={}", gpu(1)));
-        assert_eq!(corrected(Some(&now.to_string()), &known(&[("main", &[1])])), None);
-        // What cannot be read says nothing.
-        assert_eq!(corrected(Some("rubbish"), &known(&[("main", &[1])])), Some(now));
+        assert_eq!(corrected(Some(&now), &known(&[("main", &[1])])), None);
     }
 
     #[test]
     fn a_schedulers_choice_stays_as_it_is_where_the_share_is_there() {
         let text = format!("1;5;init={};main={},{}", gpu(3), gpu(2), gpu(1));
-        assert_eq!(corrected(Some(&text), &known(&[("main", &[1, 2])])), None);
-        let moved = corrected(Some(&text), &known(&[("main", &[1, 4])])).unwrap();
+        let there: PodPlacement = text.parse().unwrap();
+        assert_eq!(corrected(Some(&there), &known(&[("main", &[1, 2])])), None);
+        let moved = corrected(Some(&there), &known(&[("main", &[1, 4])])).unwrap();
         assert_eq!(moved.to_string(), format!("1;5;init={};main={},{}", gpu(3), gpu(1), gpu(4)));
     }
 
@@ -209,6 +207,7 @@ mod tests {
             pod("b", at(8), "Pending"),
             pod("c", None, "Pending"),
             pod("d", at(7), "Succeeded"),
+            pod("e", Some("rubbish".into()), "Pending"),
         ]);
         let bound = BTreeMap::from([("b".to_owned(), known(&[("init", &[1])]))]);
         let expected = expected(&pods, &bound);

@@ -291,7 +291,7 @@ impl Session {
         });
         for (uid, containers) in bound {
             let Some(pod) = self.pods.get_mut(uid) else { continue };
-            let Some(placement) = books::corrected(pod.placement.as_deref(), containers) else { continue };
+            let Some(placement) = books::corrected(pod.placement.as_ref(), containers) else { continue };
             let text = placement.to_string();
             // The UID makes it fail where another pod has the name by now.
             let change = json!({ "metadata": {
@@ -303,7 +303,7 @@ impl Session {
             match pods.patch_status(&pod.name, &PatchParams::default(), &Patch::Merge(&change)).await {
                 Ok(_) => {
                     debug!(pod = format!("{}/{}", pod.namespace, pod.name), text, "placement written");
-                    pod.placement = Some(text);
+                    pod.placement = Some(placement);
                 }
                 // It is gone, or another has its name; the watch will tell.
                 Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {}
