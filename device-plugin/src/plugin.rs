@@ -1,7 +1,11 @@
 //! The running plugin: the surveying thread, the keeper, and a session for each resource, started in the order in
 //! which they need each other and ended together.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::{
     sync::watch,
@@ -32,6 +36,10 @@ const STEP_EVERY: Duration = Duration::from_secs(5);
 /// How long is waited for more after a change in a folder, before all is looked at. When many pods come at once kubelet
 /// writes its checkpoint twice for each, and each is a share.
 const GATHER: Duration = Duration::from_millis(100);
+
+/// Pause between two looks at the driver's floor of all shares. The guard asks for that of a container that starts, so what
+/// is left for a look is rare, while each opens NVML.
+const TEND_EVERY: Duration = Duration::from_secs(5);
 
 /// Longest that a reader of the metrics delays the end.
 const LAST_READER: Duration = Duration::from_secs(1);
@@ -100,6 +108,7 @@ pub async fn run(
         AbortOnDrop(tokio::spawn(cluster::follow(access, names, paths.shares(), ports)).abort_handle());
     let mut sessions = JoinSet::new();
     let mut tending: Option<JoinHandle<()>> = None;
+    let mut tend_at = Instant::now();
     loop {
         surveys.mark_unchanged();
         let survey = surveyor.now();
@@ -108,7 +117,10 @@ pub async fn run(
         if let Some(tended) = tending.take_if(|tending| tending.is_finished()) {
             tended.await.unwrap_or_else(go_down);
         }
-        if let (Some(floor), None) = (&floor, &tending) {
+        if let (Some(floor), None) = (&floor, &tending)
+            && tend_at <= Instant::now()
+        {
+            tend_at = Instant::now() + TEND_EVERY;
             let floor = Arc::clone(floor);
             tending = Some(task::spawn_blocking(move || floor.tend()));
         }
