@@ -34,8 +34,8 @@ use crate::{
 const STEP_EVERY: Duration = Duration::from_secs(5);
 
 /// How long is waited for more after a change in a folder, before all is looked at. When many pods come at once kubelet
-/// writes its checkpoint twice for each, and each is a share.
-const GATHER: Duration = Duration::from_millis(100);
+/// writes its checkpoint for each, and each is a share; what kubelet is told of then reaches its node's status seconds later.
+const GATHER: Duration = Duration::from_millis(500);
 
 /// Pause between two looks at the driver's floor of all shares. The guard asks for that of a container that starts, so what
 /// is left for a look is rare, while each opens NVML.
@@ -150,8 +150,7 @@ pub async fn run(
             Some(ended) = sessions.join_next(), if !sessions.is_empty() => ended.unwrap_or_else(go_down),
             () = governor.ended() => return Err(ended("the governor's thread")),
             () = unseen.ended() => return Err(ended("the thread for memory that no call shows")),
-            Ok(()) = shares.changed() => time::sleep(GATHER).await,
-            Ok(()) = kubelet.changed() => time::sleep(GATHER).await,
+            () = changed(&mut shares, &mut kubelet) => {}
             Ok(()) = cordons.changed() => {}
             () = time::sleep(STEP_EVERY) => {}
         }
@@ -164,6 +163,15 @@ pub async fn run(
         let _ = time::timeout(LAST_READER, serving).await;
     }
     Ok(())
+}
+
+/// Waits for a change in one of the folders, and for what comes with it. Their senders live as long as this process.
+async fn changed(shares: &mut watch::Receiver<()>, kubelet: &mut watch::Receiver<()>) {
+    tokio::select! {
+        _ = shares.changed() => {}
+        _ = kubelet.changed() => {}
+    }
+    time::sleep(GATHER).await;
 }
 
 /// A task that ends with what it serves.
