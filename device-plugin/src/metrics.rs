@@ -1,28 +1,18 @@
 //! `/metrics` and `/healthz` over HTTP, for Prometheus and probes: the shares as `status` shows them, and what the
 //! governor has seen. An address that cannot be had costs the figures and nothing else.
 
-use std::{
-    collections::VecDeque,
-    fmt::Write,
-    io,
-    net::SocketAddr,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
-    time::Duration,
-};
+use std::{fmt::Write, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{
     Router,
     http::{StatusCode, header::CONTENT_TYPE},
     response::IntoResponse,
     routing::get,
-    serve::Listener,
 };
+use daemon::Connections;
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, TcpStream},
-    sync::{Semaphore, oneshot, watch},
+    net::TcpListener,
+    sync::{Semaphore, watch},
     task, time,
 };
 use tracing::{info, warn};
@@ -93,89 +83,10 @@ pub(crate) async fn serve(
     };
     info!(%listen, "serving metrics");
     let stopped = async move { drop(stop.wait_for(|stop| *stop).await) };
-    if let Err(error) = axum::serve(Readers::of(listener), router).with_graceful_shutdown(stopped).await {
+    if let Err(error) =
+        axum::serve(Connections::new(listener, READERS_MAX), router).with_graceful_shutdown(stopped).await
+    {
         warn!(%error, "metrics are served no more");
-    }
-}
-
-/// Accepts everybody, and closes the connection that was opened first when there is one too many: whoever holds connections
-/// open keeps nobody else from reading.
-struct Readers {
-    listener: TcpListener,
-    /// Of the connections that were opened last. One that is dropped closes its connection.
-    open: VecDeque<oneshot::Sender<()>>,
-}
-
-/// One connection.
-struct Reader {
-    stream: TcpStream,
-    /// Ready when it is to be closed; none from then on.
-    closed: Option<oneshot::Receiver<()>>,
-}
-
-impl Readers {
-    fn of(listener: TcpListener) -> Self {
-        Self { listener, open: VecDeque::new() }
-    }
-}
-
-impl Listener for Readers {
-    type Io = Reader;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Reader, SocketAddr) {
-        // Tries again where accepting fails.
-        let (stream, from) = Listener::accept(&mut self.listener).await;
-        self.open.retain(|open| !open.is_closed());
-        if self.open.len() >= READERS_MAX {
-            self.open.pop_front();
-        }
-        let (open, closed) = oneshot::channel();
-        self.open.push_back(open);
-        (Reader { stream, closed: Some(closed) }, from)
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
-impl Reader {
-    /// The connection, unless it is to be closed.
-    fn stream(&mut self, context: &mut Context<'_>) -> io::Result<Pin<&mut TcpStream>> {
-        if self.closed.as_mut().is_none_or(|closed| Pin::new(closed).poll(context).is_ready()) {
-            self.closed = None;
-            return Err(io::ErrorKind::ConnectionAborted.into());
-        }
-        Ok(Pin::new(&mut self.stream))
-    }
-}
-
-impl AsyncRead for Reader {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        self.stream(context)?.poll_read(context, into)
-    }
-}
-
-impl AsyncWrite for Reader {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.stream(context)?.poll_write(context, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream(context)?.poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

@@ -1,6 +1,13 @@
-//! What daemons do alike: where and how they log, and which signals ask them to end. It knows nothing of what they are for.
+//! What daemons do alike: where and how they log, which signals ask them to end, and how many connections they
+//! hold open. It knows nothing of what they are for.
 
 #![forbid(unsafe_code)]
+
+#[cfg(feature = "http")]
+mod connections;
+
+#[cfg(feature = "http")]
+pub use connections::{Connection, Connections};
 
 use std::{
     env,

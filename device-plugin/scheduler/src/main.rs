@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use axum::Router;
 use clap::{ArgAction, CommandFactory, Parser, error::ErrorKind};
-use daemon::{LogFormat, start_log};
+use daemon::{Connections, LogFormat, start_log};
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
@@ -31,6 +31,13 @@ use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_rustls::rustls::crypto::ring;
 use tracing::{error, info, warn};
 use vcuda_config::{Exit, in_one_line};
+
+/// Connections of probes and Prometheus that are open at a time.
+const PROBES_MAX: usize = 64;
+
+/// Connections to the verbs that are open at a time. kube-scheduler has one for each pod that is being bound; a bind
+/// goes on where its connection was closed.
+const CALLERS_MAX: usize = 256;
 
 const HELP: &str = "\
 kube-scheduler calls it as an extender, for pods that ask for GPU shares: it says which nodes have GPUs with room,
@@ -168,7 +175,9 @@ async fn run(arguments: &Arguments) -> Result<End> {
 
     let (stop, stopped) = watch::channel(());
     let health = bind(arguments.health_listen, "--health-listen").await?;
-    tokio::spawn(axum::serve(health, verbs::health(service.clone())).into_future());
+    tokio::spawn(
+        axum::serve(Connections::new(health, PROBES_MAX), verbs::health(service.clone())).into_future(),
+    );
     let mut server = serve(arguments, verbs::verbs(service.clone()), stopped).await?;
 
     let end = {
@@ -183,11 +192,15 @@ async fn run(arguments: &Arguments) -> Result<End> {
         };
         if matches!(end, End::Stopped) {
             drop(stop);
-            // What is being bound is brought to its end, while the lease is still held.
-            let drained = timeout(settings(arguments).bind_timeout * 2, &mut server);
+            // What is being bound is brought to its end, while the lease is still held: also what kube-scheduler no longer
+            // waits for.
+            let drained = async {
+                let _ = (&mut server).await;
+                service.binds_end().await;
+            };
             tokio::select! {
-                drained = drained => if drained.is_err() {
-                    warn!("kube-scheduler kept a request open; it is dropped");
+                drained = timeout(settings(arguments).bind_timeout * 2, drained) => if drained.is_err() {
+                    warn!("kube-scheduler kept a request open, or the API server did; it is dropped");
                 },
                 () = &mut work => {}
             }
@@ -242,13 +255,21 @@ async fn serve(
     let address = listener.local_addr()?;
     let (Some(certificate), Some(key)) = (&arguments.tls_certificate, &arguments.tls_key) else {
         info!("serves kube-scheduler at http://{address}");
-        return Ok(tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stopped).into_future()));
+        return Ok(tokio::spawn(
+            axum::serve(Connections::new(listener, CALLERS_MAX), router)
+                .with_graceful_shutdown(stopped)
+                .into_future(),
+        ));
     };
     let files =
         Files { certificate: certificate.clone(), key: key.clone(), client_ca: arguments.client_ca.clone() };
     let listener = TlsListener::new(listener, files, REFRESH)?;
     info!("serves kube-scheduler at https://{address}");
-    Ok(tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stopped).into_future()))
+    Ok(tokio::spawn(
+        axum::serve(Connections::new(listener, CALLERS_MAX), router)
+            .with_graceful_shutdown(stopped)
+            .into_future(),
+    ))
 }
 
 async fn bind(address: SocketAddr, flag: &str) -> Result<TcpListener> {

@@ -13,7 +13,7 @@ use std::{
 use k8s_openapi::api::core::v1::Pod;
 use kube::Client;
 use ledger::Policy;
-use tokio::time::timeout;
+use tokio::{sync::watch, time::timeout};
 
 use crate::{Cluster, Refused, ResourceNames, Standing, Wanted, WantedError};
 
@@ -54,6 +54,8 @@ pub struct Service {
     /// By UID.
     waiting: Mutex<HashMap<String, Arc<Wanted>>>,
     refused: Mutex<Refused>,
+    /// Each bind that is under way holds a receiver.
+    binds: watch::Sender<()>,
 }
 
 /// What was done since the start.
@@ -78,7 +80,18 @@ impl Service {
             cluster: RwLock::default(),
             waiting: Mutex::default(),
             refused: Mutex::default(),
+            binds: watch::Sender::default(),
         }
+    }
+
+    /// A bind is under way until what this returns is dropped.
+    pub(crate) fn begin_bind(&self) -> impl Send + 'static {
+        self.binds.subscribe()
+    }
+
+    /// Waits until no bind is under way.
+    pub async fn binds_end(&self) {
+        self.binds.closed().await;
     }
 
     /// Whether this replica may answer.

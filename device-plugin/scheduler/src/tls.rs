@@ -2,7 +2,8 @@
 //! them is given.
 
 use std::{
-    io,
+    collections::VecDeque,
+    io, mem,
     net::SocketAddr,
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
@@ -14,6 +15,7 @@ use axum::serve::Listener;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
+    task::AbortHandle,
     time::{interval, sleep, timeout},
 };
 use tokio_rustls::{
@@ -36,6 +38,10 @@ pub const REFRESH: Duration = Duration::from_secs(60);
 
 /// Connections that have shaken hands and are not yet served.
 const BACKLOG: usize = 64;
+
+/// Callers that introduce themselves at a time. One more takes the place of the one that has taken longest: anybody can call
+/// and say nothing.
+const STRANGERS_MAX: usize = 64;
 
 /// Where the certificates are.
 #[derive(Clone, Debug)]
@@ -107,30 +113,44 @@ impl TlsListener {
 }
 
 async fn accept(listener: TcpListener, config: Shared, send: mpsc::Sender<Connection>) {
+    let mut strangers: VecDeque<AbortHandle> = VecDeque::new();
+    let mut told = false;
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
             () = send.closed() => return,
         };
         let (stream, from) = match accepted {
-            Ok(accepted) => accepted,
+            Ok(accepted) => {
+                told = false;
+                accepted
+            }
             Err(error) => {
                 // Out of file descriptors, most likely: others must end first.
-                warn!("a connection could not be accepted: {error}");
+                if !mem::replace(&mut told, true) {
+                    warn!("a connection could not be accepted, and is tried again: {error}");
+                }
                 sleep(Duration::from_millis(100)).await;
                 continue;
             }
         };
         let acceptor = TlsAcceptor::from(config.read().unwrap_or_else(PoisonError::into_inner).clone());
         let send = send.clone();
+        strangers.retain(|stranger| !stranger.is_finished());
+        if strangers.len() >= STRANGERS_MAX
+            && let Some(longest) = strangers.pop_front()
+        {
+            longest.abort();
+        }
         // A caller that dawdles holds up nobody else.
-        tokio::spawn(async move {
+        let introduction = tokio::spawn(async move {
             match timeout(HANDSHAKE, acceptor.accept(stream)).await {
                 Ok(Ok(stream)) => drop(send.send((stream, from)).await),
                 Ok(Err(error)) => debug!("{from} was turned away: {error}"),
                 Err(_) => debug!("{from} did not introduce itself"),
             }
         });
+        strangers.push_back(introduction.abort_handle());
     }
 }
 

@@ -131,7 +131,12 @@ async fn bind(State(service): State<Arc<Service>>, body: Body) -> Response {
     };
     let said = format!("{}/{}", order.pod_namespace, order.pod_name);
     // Its own task: kube-scheduler may stop listening, and the bind must come to an end all the same.
-    let outcome = tokio::spawn(async move { service.bind(order).await }).await;
+    let underway = service.begin_bind();
+    let bind = async move {
+        let _underway = underway;
+        service.bind(order).await
+    };
+    let outcome = tokio::spawn(bind).await;
     let error = match outcome {
         Ok(Ok(())) => String::new(),
         Ok(Err(error)) => error.to_string(),
@@ -181,3 +186,6 @@ fn said(pod: &k8s_openapi::api::core::v1::Pod) -> String {
     let part = |part: &Option<String>| part.clone().unwrap_or_default();
     format!("{}/{}", part(&pod.metadata.namespace), part(&pod.metadata.name))
 }
+
+#[cfg(test)]
+mod tests;

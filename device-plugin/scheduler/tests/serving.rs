@@ -104,6 +104,34 @@ fn before_it_knows_the_cluster_it_lives_is_not_ready_and_says_why() {
     end(&mut child, Signal::TERM);
 }
 
+/// Any pod reaches the address of probes, and can open connections there and say nothing.
+#[test]
+fn whoever_holds_connections_open_keeps_nobody_from_asking_and_costs_few_open_files() {
+    let folder = TempDir::new().unwrap();
+    let (listen, health) = (free_port(), free_port());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vcuda-scheduler"));
+    command.arg("--kubeconfig").arg(kubeconfig(folder.path())).arg("--leader-elect=false");
+    command.args(["--listen", &format!("127.0.0.1:{listen}"), "--health-listen"]);
+    command.arg(format!("127.0.0.1:{health}")).stdin(Stdio::null()).stderr(Stdio::null());
+    let mut child = Killed(command.spawn().unwrap());
+    let start = Instant::now();
+    while http(listen, "GET /healthz", "").is_err() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let open = |pid: u32| fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
+    let before = open(child.0.id());
+    for (port, most) in [(health, 64), (listen, 256)] {
+        let _idle: Vec<_> =
+            (0..most + 100).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+        assert!(http(port, "GET /healthz", "").unwrap().starts_with("HTTP/1.1 200"));
+        let now = open(child.0.id());
+        // Each that gives way is closed a moment later.
+        assert!(now <= before + most + 16, "{now} open files, {before} before");
+    }
+    end(&mut child, Signal::TERM);
+}
+
 fn end(child: &mut Killed, signal: Signal) {
     kill_process(Pid::from_child(&child.0), signal).unwrap();
     assert_eq!(child.0.wait().unwrap().code(), Some(0), "{signal:?}");
@@ -248,4 +276,39 @@ async fn over_https_only_known_callers_are_let_in_and_certificates_are_renewed()
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.abort();
+}
+
+#[tokio::test]
+async fn strangers_that_do_not_introduce_themselves_give_way() {
+    let _ = ring::default_provider().install_default();
+    let folder = TempDir::new().unwrap();
+    let authority = Authority::new();
+    let (certificate, key) = authority.sign();
+    let files = Files {
+        certificate: folder.path().join("tls.crt"),
+        key: folder.path().join("tls.key"),
+        client_ca: None,
+    };
+    fs::write(&files.certificate, certificate).unwrap();
+    fs::write(&files.key, key).unwrap();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let listener = TlsListener::new(listener, files, Duration::from_secs(60)).unwrap();
+    let router = axum::Router::new().route("/", axum::routing::get(async || "in"));
+    tokio::spawn(axum::serve(listener, router).into_future());
+
+    let mut strangers = Vec::new();
+    for _ in 0..70 {
+        strangers.push(tokio::net::TcpStream::connect(address).await.unwrap());
+    }
+    assert!(call(address, &authority, None).await.unwrap().ends_with("in"));
+    // Far below the time that each may take; the last ones are still waited for.
+    let mut is_closed = Vec::new();
+    for stranger in &mut strangers {
+        let mut byte = [0];
+        let read = tokio::io::AsyncReadExt::read(stranger, &mut byte);
+        is_closed.push(tokio::time::timeout(Duration::from_millis(20), read).await.is_ok());
+    }
+    assert_eq!(is_closed.iter().filter(|closed| **closed).count(), 7, "{is_closed:?}");
+    assert!(is_closed[..7].iter().all(|closed| *closed));
 }
