@@ -3,6 +3,7 @@
 
 use std::{collections::BTreeSet, fs::DirBuilder, os::unix::fs::DirBuilderExt, path::Path, sync::Arc};
 
+use daemon::Told;
 use ledger::{Inventory, Shares};
 use rustix::fs::{Access, access};
 use tokio::sync::watch;
@@ -15,7 +16,6 @@ use crate::{
     node::Node,
     nvml::{Found, Survey},
     offer::{Offer, Resource},
-    told::Told,
     withdraw::{self, CheckpointError},
 };
 

@@ -29,7 +29,6 @@ pub mod set;
 pub mod status;
 #[cfg(test)]
 mod testing;
-mod told;
 pub mod top;
 pub mod topology;
 mod unseen;

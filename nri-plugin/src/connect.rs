@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use daemon::Told;
 use futures::FutureExt;
 use ledger::LedgerError;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
@@ -187,7 +188,7 @@ async fn serve_forever(
     stop: impl Future<Output = ()> + Clone,
 ) {
     let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-    let mut complained = String::new();
+    let mut told = Told::default();
     while wanted() {
         let service = Service::new(NodeSource::Here(Arc::clone(node)));
         let attempt = async {
@@ -209,14 +210,12 @@ async fn serve_forever(
             Ok(()) => {
                 tracing::warn!("containerd closed the connection; pods with a share wait until it is back");
                 backoff.reset();
-                complained.clear();
+                told.forget();
             }
-            // Once is enough for an error that stays.
-            Err(error) if error == complained => tracing::debug!(error, "still no session"),
-            Err(error) => {
+            Err(error) if told.is_news(&error) => {
                 tracing::error!(error, "no session with containerd; trying on");
-                complained = error;
             }
+            Err(error) => tracing::debug!(error, "still no session"),
         }
         tokio::select! {
             () = sleep(backoff.pause()) => {}

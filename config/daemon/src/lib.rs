@@ -1,13 +1,15 @@
-//! What daemons do alike: where and how they log, which signals ask them to end, and how many connections they
-//! hold open. It knows nothing of what they are for.
+//! What daemons do alike: where and how they log, and how often, which signals ask them to end, and how many connections
+//! they hold open. It knows nothing of what they are for.
 
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "http")]
 mod connections;
+mod told;
 
 #[cfg(feature = "http")]
 pub use connections::{Connection, Connections};
+pub use told::Told;
 
 use std::{
     env,

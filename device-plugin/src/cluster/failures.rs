@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use daemon::Told;
 use kube::{core::Status, runtime::watcher};
 use vcuda_config::in_one_line;
 
@@ -11,23 +12,19 @@ const PAUSE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs
 /// What has failed since it last went well.
 #[derive(Debug)]
 pub(super) struct Failures {
-    told: Option<String>,
+    told: Told,
     pause: Duration,
 }
 
 impl Failures {
     /// None yet.
     pub(super) fn none() -> Self {
-        Self { told: None, pause: PAUSE.0 }
+        Self { told: Told::default(), pause: PAUSE.0 }
     }
 
-    /// Whether `reason` is another than the last one.
+    /// Whether `reason` is one that was not told yet.
     pub(super) fn is_news(&mut self, reason: &str) -> bool {
-        let news = self.told.as_deref() != Some(reason);
-        if news {
-            self.told = Some(reason.to_owned());
-        }
-        news
+        self.told.is_news(reason)
     }
 
     /// How long to wait before the next try.

@@ -12,6 +12,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use daemon::Told;
 use ledger::{RecordError, ShareFolder, ShareKind, ShareName, ShareRecord, ShareState, Shares};
 use nvml_limits::{LimitsError, MemoryLimits};
 use region::Limits;
@@ -26,7 +27,7 @@ pub(crate) struct Floor {
     paths: Paths,
     policy: MemoryFloor,
     /// Shares of which it was said that they have none, and why, so that it is said once.
-    told: Mutex<BTreeMap<ShareName, String>>,
+    told: Mutex<BTreeMap<ShareName, Told>>,
 }
 
 impl Floor {
@@ -158,7 +159,7 @@ impl Floor {
     fn tell(&self, share: &str, error: &LimitsError) {
         let words = error.to_string();
         if let Ok(name) = share.parse::<ShareName>()
-            && self.told().insert(name, words.clone()).as_ref() == Some(&words)
+            && !self.told().entry(name).or_default().is_news(&words)
         {
             return;
         }
@@ -170,7 +171,7 @@ impl Floor {
         }
     }
 
-    fn told(&self) -> std::sync::MutexGuard<'_, BTreeMap<ShareName, String>> {
+    fn told(&self) -> std::sync::MutexGuard<'_, BTreeMap<ShareName, Told>> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

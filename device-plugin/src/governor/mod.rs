@@ -22,6 +22,7 @@ use std::{
     time::Instant,
 };
 
+use daemon::Told;
 use ledger::ShareName;
 use region::{Demand, Stretching};
 use serde::Serialize;
@@ -115,7 +116,7 @@ pub struct Governor {
     last_ns: u64,
     /// Shares whose record cannot be read: their slots are unknown.
     unreadable: BTreeSet<ShareName>,
-    told: Option<String>,
+    told: Told,
 }
 
 /// Starts the governor of the shares in `folder` on a thread of its own.
@@ -163,7 +164,7 @@ impl Governor {
             stretching: BTreeMap::new(),
             last_ns: 0,
             unreadable: BTreeSet::new(),
-            told: None,
+            told: Told::default(),
         }
     }
 
@@ -172,12 +173,11 @@ impl Governor {
         let passed_ns = if self.last_ns == 0 { 0 } else { now_ns.saturating_sub(self.last_ns) };
         self.last_ns = now_ns;
         match self.look() {
-            Ok(()) => self.told = None,
+            Ok(()) => self.told.forget(),
             Err(error) => {
                 let text = format!("{}: {error}", self.folder.display());
-                if self.told.as_ref() != Some(&text) {
+                if self.told.is_news(&text) {
                     error!("the shares cannot be listed, so nothing is lent: {text}");
-                    self.told = Some(text);
                 }
                 // Leases end by themselves.
                 return;

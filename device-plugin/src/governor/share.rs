@@ -2,6 +2,7 @@
 
 use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
+use daemon::Told;
 use ledger::{Priority, ShareFolder, ShareName, ShareRecord, ShareState};
 use region::{Correction, Demand, KernelLength, LimitsWriter, SLOT_NS, SLOTS, Stretch, UsageReader};
 use vcuda_config::GpuUuid;
@@ -37,7 +38,7 @@ pub(super) struct Governed {
     /// Differs from what the file says when a process has come.
     generation: u64,
     /// The last thing that was said about its files.
-    pub told: Option<String>,
+    pub told: Told,
 }
 
 struct Files {
@@ -136,7 +137,7 @@ impl Governed {
             launches: Rising::default(),
             throttled_ns: Rising::default(),
             generation: 0,
-            told: None,
+            told: Told::default(),
         };
         Ok(record.shim.then(|| fresh.renewed(&place, record, stamp)))
     }
@@ -151,7 +152,7 @@ impl Governed {
         if self.files.is_none() || !same(&self.record) {
             self.files = match Files::open(place) {
                 Ok(files) => {
-                    self.told = None;
+                    self.told.forget();
                     Some(files)
                 }
                 Err(error) => {
@@ -261,14 +262,13 @@ impl Governed {
     fn tell(&mut self, error: &io::Error) {
         let text = error.to_string();
         // One that does not run may have none: they went with the last boot.
-        if self.told.as_ref() != Some(&text) && self.record.state == ShareState::Running {
+        if self.record.state == ShareState::Running && self.told.is_news(&text) {
             tracing::warn!(
                 pod = %format_args!("{}/{}", self.record.pod.namespace, self.record.pod.name),
                 container = self.record.container.name,
                 error = text,
                 "its files cannot be used, so it gets its own share and nothing else, and has no figures"
             );
-            self.told = Some(text);
         }
     }
 }

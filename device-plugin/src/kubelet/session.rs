@@ -10,6 +10,7 @@ use std::{
     time::Duration,
 };
 
+use daemon::Told;
 use tokio::{net::UnixListener, sync::watch, task::JoinHandle, time};
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::{Endpoint, Server};
@@ -22,7 +23,7 @@ use super::{
     },
     service::{Context, OPTIONS, Service},
 };
-use crate::{offer::Resource, told::Told};
+use crate::offer::Resource;
 
 /// Kubelet dials back for up to 10 s before it answers a registration (kubelet 1.36, v1beta1/client.go, dial).
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(15);
