@@ -20,6 +20,13 @@ const PEERS_MAX: usize = 32;
 /// For the whole of one conversation. The guard waits less.
 const TIME_LIMIT: Duration = Duration::from_secs(5);
 
+/// Questions that the driver is asked at once, each on a thread. One that hangs keeps its thread for as long as it does, and
+/// Allocate needs threads, too.
+const CALLS_MAX: usize = 8;
+
+/// For the answer to a question. The guard waits for two seconds, and says then that nobody answers.
+const ANSWER: Duration = Duration::from_millis(1500);
+
 /// After a failed accept, which is for want of descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -43,6 +50,7 @@ pub(crate) fn serve(socket: &Path, floor: Arc<Floor>) -> io::Result<impl Future<
 
 async fn accept(listener: UnixListener, floor: Arc<Floor>) {
     let room = Arc::new(Semaphore::new(PEERS_MAX));
+    let calls = Arc::new(Semaphore::new(CALLS_MAX));
     loop {
         let Ok(place) = Arc::clone(&room).acquire_owned().await else { return };
         let stream = match listener.accept().await {
@@ -53,9 +61,9 @@ async fn accept(listener: UnixListener, floor: Arc<Floor>) {
                 continue;
             }
         };
-        let floor = Arc::clone(&floor);
+        let (floor, calls) = (Arc::clone(&floor), Arc::clone(&calls));
         tokio::spawn(async move {
-            let talk = time::timeout(TIME_LIMIT, talk(stream, floor));
+            let talk = time::timeout(TIME_LIMIT, talk(stream, floor, calls));
             match talk.await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => debug!(%error, "a peer that asked nothing"),
@@ -66,7 +74,7 @@ async fn accept(listener: UnixListener, floor: Arc<Floor>) {
     }
 }
 
-async fn talk(mut stream: UnixStream, floor: Arc<Floor>) -> io::Result<()> {
+async fn talk(mut stream: UnixStream, floor: Arc<Floor>, calls: Arc<Semaphore>) -> io::Result<()> {
     let peer = stream.peer_cred()?;
     if peer.uid() != 0 {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is not root"));
@@ -75,21 +83,40 @@ async fn talk(mut stream: UnixStream, floor: Arc<Floor>) -> io::Result<()> {
     let mut line = Vec::new();
     BufReader::new(reading.take(MESSAGE_MAX_BYTES)).read_until(b'\n', &mut line).await?;
     let question: Question = serde_json::from_slice(&line)?;
-    // The answer is waited for to its end, so that it is never given for another question.
-    let answer = task::spawn_blocking(move || match question {
+    let answer = async {
+        let call = calls.acquire_owned().await.map_err(io::Error::other)?;
+        let answer = task::spawn_blocking(move || {
+            // Held until the driver has answered, whoever still waits for that.
+            let _call = call;
+            reply(&floor, question, peer.pid())
+        });
+        answer.await.map_err(io::Error::other)
+    };
+    let answer = match time::timeout(ANSWER, answer).await {
+        Ok(answer) => answer?,
+        Err(_) => Answer::Failed {
+            reason: "the NVIDIA driver, or the disk with the shares, has not answered in time; see the kernel log (dmesg), \
+                     and restart the node where it stays so"
+                .into(),
+        },
+    };
+    let mut text = serde_json::to_vec(&answer)?;
+    text.push(b'\n');
+    writing.write_all(&text).await
+}
+
+/// It may block for the driver.
+fn reply(floor: &Floor, question: Question, pid: Option<i32>) -> Answer {
+    match question {
         // No process ID: the peer is in a namespace of processes that this one does not see.
-        Question::Hold { share } => match peer.pid().filter(|pid| *pid > 0) {
+        Question::Hold { share } => match pid.filter(|pid| *pid > 0) {
             Some(pid) => floor.hold(&share, pid),
             None => {
                 Answer::Failed { reason: "vcuda-device-plugin needs the host's process IDs (hostPID)".into() }
             }
         },
         Question::Renew { share } => floor.renew(&share),
-    });
-    let answer = answer.await.map_err(io::Error::other)?;
-    let mut text = serde_json::to_vec(&answer)?;
-    text.push(b'\n');
-    writing.write_all(&text).await
+    }
 }
 
 #[cfg(test)]
@@ -108,7 +135,7 @@ mod tests {
     use super::*;
 
     /// A node without a driver, whose plugin listens.
-    fn node() -> (tempfile::TempDir, PathBuf) {
+    fn node(name: &'static str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let paths =
@@ -123,7 +150,8 @@ mod tests {
         let (listens, listening) = mpsc::channel();
         let at = socket.clone();
         thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let mut runtime = tokio::runtime::Builder::new_current_thread();
+            let runtime = runtime.enable_all().thread_name(name).build().unwrap();
             runtime.block_on(async {
                 let serve = serve(&at, floor).unwrap();
                 listens.send(()).unwrap();
@@ -140,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_share_that_is_not_on_record_is_refused_by_name() {
-        let (_folder, socket) = node();
+        let (_folder, socket) = node("refusing");
         assert_eq!(fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
         for share in ["7f3c_main", "../../etc_x", ""] {
             let answer = ask(&socket, &hold(share), Duration::from_secs(10)).unwrap();
@@ -150,9 +178,49 @@ mod tests {
         assert!(matches!(renewed.unwrap(), Answer::Failed { reason } if reason.contains("7f3c_main")));
     }
 
+    /// A record that hangs when it is read, as on a disk that stands still; a driver hangs no other way.
+    #[test]
+    fn questions_that_hang_are_answered_and_hold_few_threads() {
+        let (folder, socket) = node("hanging");
+        let share = folder.path().join("state/shares/7f3c_main");
+        fs::create_dir_all(&share).unwrap();
+        let record = share.join("share.json");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &record,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
+        thread::scope(|scope| {
+            let ask = || ask(&socket, &hold("7f3c_main"), Duration::from_secs(60));
+            let asked: Vec<_> = (0..PEERS_MAX).map(|_| scope.spawn(ask)).collect();
+            for answer in asked {
+                let answer = answer.join().unwrap().unwrap();
+                assert!(
+                    matches!(&answer, Answer::Failed { reason } if reason.contains("has not answered")),
+                    "{answer:?}"
+                );
+            }
+        });
+        let names = fs::read_dir("/proc/self/task").unwrap().flatten().map(|task| task.path().join("comm"));
+        let hanging =
+            names.filter(|name| fs::read_to_string(name).is_ok_and(|name| name.trim() == "hanging"));
+        assert!(hanging.count() <= CALLS_MAX);
+        // With the disk back, those that hang end, and the next question is answered.
+        drop(fs::OpenOptions::new().write(true).open(&record).unwrap());
+        fs::remove_file(&record).unwrap();
+        let answer = ask(&socket, &hold("7f3c_main"), Duration::from_secs(60)).unwrap();
+        assert!(
+            matches!(&answer, Answer::Failed { reason } if !reason.contains("has not answered")),
+            "{answer:?}"
+        );
+    }
+
     #[test]
     fn peers_that_babble_or_hang_keep_nobody_else_waiting() {
-        let (_folder, socket) = node();
+        let (_folder, socket) = node("babbled at");
         // Half as many as there is room for say nothing; as many again say too much, and nonsense.
         let silent: Vec<_> = (0..PEERS_MAX / 2).map(|_| UnixStream::connect(&socket).unwrap()).collect();
         let talk = |words: Vec<u8>| {
