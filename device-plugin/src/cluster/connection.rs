@@ -1,13 +1,20 @@
 //! The way to the API server, with whatever credentials there are.
 
-use anyhow::{Context, Result};
+use std::{future::Future, time::Duration};
+
+use anyhow::{Context, Result, anyhow};
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
 };
+use tokio::time;
 use tokio_rustls::rustls::crypto::ring;
 
 use super::Access;
+
+/// Longest wait for an answer of the API server, but for watches. One that took the connection and hangs would be waited for
+/// as long as for a silent watch.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Set by kubelet in every pod.
 const IN_A_POD: &str = "KUBERNETES_SERVICE_HOST";
@@ -29,10 +36,20 @@ pub(super) async fn open(access: &Access) -> Result<Option<(Client, String)>> {
     // A failure ends the session, which has its own pauses.
     config.default_retry = false;
     // Longer than a watch is open, so that one which went silent is noticed.
-    config.read_timeout = Some(std::time::Duration::from_secs(300));
+    config.read_timeout = Some(Duration::from_secs(300));
     let node = match &access.node {
         Some(node) => node.clone(),
         None => rustix::system::uname().nodename().to_string_lossy().trim().to_lowercase(),
     };
     Ok(Some((Client::try_from(config)?, node)))
+}
+
+/// What the API server answers to `request`.
+///
+/// # Errors
+///
+/// It does not, for as long as it may take.
+pub(super) async fn answer<T>(request: impl Future<Output = kube::Result<T>>) -> Result<kube::Result<T>> {
+    let answer = time::timeout(PATIENCE, request).await;
+    answer.map_err(|_| anyhow!("the API server does not answer within {PATIENCE:?}"))
 }

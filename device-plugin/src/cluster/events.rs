@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 use k8s_openapi::{
     api::core::v1::{Event, EventSource, ObjectReference},
     apimachinery::pkg::apis::meta::v1::Time,
@@ -21,7 +21,6 @@ use kube::{
 };
 use ledger::ShareRecord;
 use serde_json::json;
-use tokio::time;
 use tracing::{debug, warn};
 
 use super::{
@@ -43,9 +42,6 @@ const EACH: Duration = Duration::from_secs(60);
 
 /// Events that are written at one look; the others wait for the next one.
 const AT_ONCE: usize = 10;
-
-/// Longest wait for the API server.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Longest text of an event (API of events.k8s.io, `note`), in bytes.
 const MAX_MESSAGE: usize = 1024;
@@ -209,8 +205,7 @@ impl Events {
         for said in due {
             let api = Api::namespaced(client.clone(), &said.namespace);
             let known = self.book.0.get(&said.key()).and_then(|told| told.count);
-            let written = time::timeout(PATIENCE, write(&api, said, &node, known));
-            match written.await.map_err(|_| anyhow!("the API server does not answer"))? {
+            match connection::answer(write(&api, said, &node, known)).await? {
                 Ok(count) => self.book.note(said, count, Instant::now()),
                 // Not this one: the namespace is going, or this process may not. All the same for the next try.
                 Err(kube::Error::Api(status)) if matches!(status.code, 400 | 403 | 404 | 422) => {

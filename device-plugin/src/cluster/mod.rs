@@ -249,8 +249,8 @@ impl Session {
         if there.as_ref() != Some(&text) {
             let annotations = json!({ "metadata": { "annotations": { annotation::NODE_GPUS: &text } } });
             let nodes: Api<Node> = Api::all(self.client.clone());
-            match nodes.patch_metadata(&self.node, &PatchParams::default(), &Patch::Merge(&annotations)).await
-            {
+            let (params, change) = (PatchParams::default(), Patch::Merge(&annotations));
+            match connection::answer(nodes.patch_metadata(&self.node, &params, &change)).await? {
                 Ok(_) => {
                     info!(node = self.node, gpus = wanted.gpus.len(), "told the cluster of this node's GPUs");
                     self.annotation = Some(Some(text));
@@ -300,13 +300,20 @@ impl Session {
             } });
             let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
             // Through the status, for which less access is needed: kubelet's own will do.
-            match pods.patch_status(&pod.name, &PatchParams::default(), &Patch::Merge(&change)).await {
+            let (params, change) = (PatchParams::default(), Patch::Merge(&change));
+            match connection::answer(pods.patch_status(&pod.name, &params, &change)).await? {
                 Ok(_) => {
                     debug!(pod = format!("{}/{}", pod.namespace, pod.name), text, "placement written");
                     pod.placement = Some(placement);
                 }
-                // It is gone, or another has its name; the watch will tell.
-                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {}
+                // It is gone, or another has its name, which is answered as an attempt to change its UID (422,
+                // `ValidateObjectMetaAccessorUpdate` in Kubernetes' objectmeta.go); the watch will tell.
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409 | 422) => {
+                    debug!(
+                        pod = format!("{}/{}", pod.namespace, pod.name),
+                        status.message, "placement not written"
+                    );
+                }
                 Err(error) => {
                     return Err(anyhow::Error::from(error).context(format!(
                         "pod {}/{}: its annotation cannot be written",
@@ -327,6 +334,73 @@ impl Session {
 pub async fn pods_of_node(access: &Access) -> anyhow::Result<Option<Vec<Pod>>> {
     let Some((client, node)) = connection::open(access).await? else { return Ok(None) };
     let on_this = ListParams::default().fields(&format!("spec.nodeName={node}"));
-    let pods = Api::<Pod>::all(client).list(&on_this).await;
+    let pods = connection::answer(Api::<Pod>::all(client).list(&on_this)).await?;
     pods.map(|pods| Some(pods.items)).map_err(|error| anyhow::Error::msg(in_words(&error.into())))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::IntoFuture;
+
+    use axum::{Router, http::StatusCode, routing::patch};
+    use kube::Config;
+    use tokio::net::TcpListener;
+    use tokio_rustls::rustls::crypto::ring;
+    use vcuda_config::NodeFile;
+
+    use super::*;
+
+    fn session(port: u16, shares: &Path) -> Session {
+        let _ = ring::default_provider().install_default();
+        let mut config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
+        config.default_retry = false;
+        let client = Client::try_from(config).unwrap();
+        Session::new(client, "node".into(), &NodeFile::default().resources, shares)
+    }
+
+    /// While it is waited for, cordons are not seen and nothing else is told.
+    #[tokio::test(start_paused = true)]
+    async fn an_api_server_that_takes_a_request_and_hangs_ends_the_session() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut session = session(listener.local_addr().unwrap().port(), folder.path());
+        tokio::spawn(async move {
+            let mut held = Vec::new();
+            while let Ok((connection, _)) = listener.accept().await {
+                held.push(connection);
+            }
+        });
+        session.annotation = Some(None);
+        let wanted = Some(Arc::new(NodeGpus::new(Vec::new(), Vec::new())));
+        let written = time::timeout(connection::PATIENCE * 10, session.write_node(wanted)).await;
+        let error = written.expect("it is not waited for any longer").unwrap_err();
+        assert!(error.to_string().contains("does not answer"), "{error}");
+    }
+
+    /// The pod of a StatefulSet that has gone, while its share is still there, and one of the same name that has come.
+    #[tokio::test]
+    async fn a_pod_whose_name_another_has_by_now_keeps_nobody_from_being_told_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut session = session(listener.local_addr().unwrap().port(), folder.path());
+        let status = json!({ "kind": "Status", "status": "Failure", "code": 422, "message": "metadata.uid: field is immutable" });
+        let answer = (StatusCode::UNPROCESSABLE_ENTITY, status.to_string());
+        let router = Router::new().route("/api/v1/namespaces/ns/pods/train/status", patch(answer));
+        tokio::spawn(axum::serve(listener, router).into_future());
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": { "name": "train", "namespace": "ns", "uid": "old" },
+            "spec": { "nodeName": "node", "containers": [{ "name": "main", "resources": { "limits": {
+                "tencent.com/vcuda-core": "20", "tencent.com/vcuda-memory": "4" } } }] },
+        }))
+        .unwrap();
+        let (uid, pod) = PodOnNode::read(&pod, &session.names).unwrap();
+        let gpu = GpuUuid::from_bytes([1; 16]);
+        session.bound = Some(BTreeMap::from([(
+            uid.clone(),
+            Containers { since: 1, gpus: BTreeMap::from([("main".into(), vec![gpu])]) },
+        )]));
+        session.pods.insert(uid, pod);
+        session.pods_read = true;
+        session.write_pods(&watch::Sender::default()).await.unwrap();
+    }
 }
