@@ -2,13 +2,14 @@
 //! or after any crash, sees the old file or the new one and nothing between.
 
 use std::{
-    fs::{self, File, Permissions},
-    io::{self, Read, Write},
+    fs::{self, File},
+    io::{self, Read},
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
 use thiserror::Error;
+use vcuda_config::write_atomically;
 
 use crate::spec::Spec;
 
@@ -103,7 +104,7 @@ pub fn write(path: &Path, text: &str) -> Result<bool, FileError> {
     }
     let folder = path.parent().ok_or_else(|| error(io::ErrorKind::InvalidInput.into()))?;
     fs::create_dir_all(folder).map_err(error)?;
-    replace(folder, path, text).map_err(error)?;
+    write_atomically(path, text.as_bytes(), MODE).map_err(error)?;
     Ok(true)
 }
 
@@ -114,20 +115,12 @@ fn holds(path: &Path, text: &str) -> bool {
         && read_bytes(path).is_ok_and(|bytes| bytes == text.as_bytes())
 }
 
-fn replace(folder: &Path, path: &Path, text: &str) -> io::Result<()> {
-    // In the same folder, for the rename, and without an ending that runtimes take for a specification.
-    let mut file = tempfile::Builder::new().prefix(".vcuda-").suffix(".tmp").tempfile_in(folder)?;
-    file.write_all(text.as_bytes())?;
-    // Before the rename: a runtime must never see a file that it, or `cat`, may not read.
-    file.as_file().set_permissions(Permissions::from_mode(MODE))?;
-    file.as_file().sync_all()?;
-    file.persist(path).map_err(|error| error.error)?;
-    File::open(folder)?.sync_all()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{MetadataExt, symlink};
+    use std::{
+        fs::Permissions,
+        os::unix::fs::{MetadataExt, symlink},
+    };
 
     use super::*;
 

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+mod atomic;
 pub mod daemons;
 mod device;
 mod exit;
@@ -17,6 +18,7 @@ mod pod_placement;
 mod request;
 mod told;
 
+pub use atomic::write_atomically;
 pub use device::{DeviceId, DeviceIdError, GpuUuid, GpuUuidError};
 pub use exit::Exit;
 pub use gpu_admission::gpu_admission_minors;

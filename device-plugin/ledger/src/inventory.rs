@@ -156,7 +156,7 @@ impl Inventory {
 
     /// Writes the inventory to `path`, atomically, readable by root only.
     pub fn store(&self, path: &Path) -> io::Result<()> {
-        files::write_atomically(path, &serde_json::to_vec_pretty(self)?, 0o600)
+        vcuda_config::write_atomically(path, &serde_json::to_vec_pretty(self)?, 0o600)
     }
 
     /// What the node tells the cluster; `groups` say how the GPUs are connected, by their positions in the inventory.
