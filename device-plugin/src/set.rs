@@ -340,7 +340,7 @@ mod tests {
         let before = fs::read(shares.join("uid-1_main/share.json")).unwrap();
         for (wanted, named) in [
             (change(Some(31), None, None), "30 core"),
-            (change(None, Some("17GiB"), None), "16384 MiB left"),
+            (change(None, Some("17GiB"), None), "16 GiB left"),
             (change(Some(100), None, None), "1 to 99"),
             (change(Some(0), None, None), "1 to 99"),
             (change(None, None, Some(19)), "core limit of 19"),

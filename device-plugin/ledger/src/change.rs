@@ -39,9 +39,9 @@ pub enum ChangeError {
     },
     /// The GPU has less left.
     #[error(
-        "{gpu} has {core} core and {} MiB left for it beside its other shares, less than is to be set; \
+        "{gpu} has {core} core and {} left for it beside its other shares, less than is to be set; \
          ask for less, or make the others smaller first",
-        memory_bytes >> 20
+        size(*memory_bytes)
     )]
     NoRoom {
         /// Its GPU.
@@ -69,9 +69,23 @@ pub enum ChangeError {
         /// Why.
         source: io::Error,
     },
+    /// The container was told, the disk was not.
+    #[error("the change holds, but a loss of power may undo it: {source}")]
+    Unsynced {
+        /// Why.
+        source: LedgerError,
+    },
     /// The folder of shares could not be read or changed.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
+}
+
+/// A size as it can be asked for: in GiB, where it is a whole number of them.
+fn size(bytes: u64) -> String {
+    match bytes.is_multiple_of(1 << 30) {
+        true => format!("{} GiB", bytes >> 30),
+        false => format!("{} MiB", bytes >> 20),
+    }
 }
 
 impl Ledger {
@@ -81,7 +95,7 @@ impl Ledger {
     ///
     /// # Errors
     ///
-    /// See [`ChangeError`]. But for `Apply`, nothing has changed.
+    /// See [`ChangeError`]. But for `Apply` and `Unsynced`, nothing has changed.
     pub fn change(
         &self,
         inventory: &Inventory,
@@ -122,8 +136,9 @@ impl Ledger {
         after.store(&folder).map_err(failed)?;
         let applied = apply(&after, &folder);
         drop(lock);
-        self.sync(std::slice::from_ref(name))?;
+        let synced = self.sync(std::slice::from_ref(name));
         applied.map_err(|source| ChangeError::Apply { source })?;
+        synced.map_err(|source| ChangeError::Unsynced { source })?;
         Ok(Changed { before: before.clone(), after })
     }
 }

@@ -4,10 +4,16 @@
 
 mod common;
 
-use std::{fs, io, os::unix::fs::PermissionsExt};
+use std::{
+    fs, io,
+    os::unix::fs::{PermissionsExt, symlink},
+};
 
 use common::{assert_not_overpromised, claim, inventory};
-use ledger::{BindError, Bound, Claim, Inventory, Ledger, Live, PodLife, SandboxEnd, ShareName, ShareState};
+use ledger::{
+    BindError, Bound, Change, ChangeError, Claim, Inventory, Ledger, Live, PodLife, SandboxEnd, ShareFolder,
+    ShareName, ShareState,
+};
 use tempfile::TempDir;
 use vcuda_config::{GpuUuid, Request};
 
@@ -353,4 +359,29 @@ fn a_share_goes_with_its_pod_although_the_clock_was_set_back_since() {
     let mut live = listed();
     live.pods.insert("pod-2".into(), PodLife::Up);
     assert_eq!(ledger.prune(&live).unwrap().unseen, [bound.name]);
+}
+
+/// The ledger, the container and whoever asked must agree on what holds.
+#[test]
+fn a_change_that_is_not_on_the_disk_yet_is_told_as_one_that_holds() {
+    let (_folder, ledger) = open();
+    let inventory = inventory(1);
+    let bound = bind(&ledger, &inventory, &claim(1, 0, 0, 1, share(20, 4))).unwrap();
+    let mut told = None;
+    // What cannot be opened cannot be synced.
+    let aside = |folder: &ShareFolder| {
+        fs::rename(folder.record(), folder.path().join("aside")).unwrap();
+        symlink("share.json", folder.record()).unwrap();
+    };
+    let change = Change { core: Some(40), ..Change::default() };
+    let error = ledger.change(&inventory, &bound.name, change, |record, folder| {
+        told = Some(record.gpus[0].core);
+        aside(folder);
+        Ok(())
+    });
+    let error = error.unwrap_err();
+    assert!(matches!(error, ChangeError::Unsynced { .. }), "{error}");
+    assert!(error.to_string().starts_with("the change holds"), "{error}");
+    fs::rename(bound.folder.path().join("aside"), bound.folder.record()).unwrap();
+    assert_eq!((told, ledger.shares().unwrap().records[&bound.name].gpus[0].core), (Some(40), 40));
 }
