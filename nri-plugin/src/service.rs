@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicU8, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -72,6 +72,8 @@ pub struct Service {
     standing: watch::Sender<Standing>,
     work: Arc<Semaphore>,
     bind_deadline: Duration,
+    /// Events that are still being worked on though they were answered.
+    late: Arc<AtomicUsize>,
     /// Shares whose records are to be synced to disk.
     unsynced: Arc<Mutex<Vec<ledger::ShareName>>>,
 }
@@ -124,6 +126,7 @@ impl Service {
             standing: watch::Sender::default(),
             work: Arc::new(Semaphore::new(WORKERS as usize)),
             bind_deadline,
+            late: Arc::default(),
             unsynced: Arc::default(),
         }
     }
@@ -255,10 +258,23 @@ impl Service {
             }
         });
         // A task of its own, which the end of the wait does not stop, be it still waiting for its turn.
-        match timeout(EVENT_DEADLINE, tokio::spawn(work)).await {
-            Ok(_) => {}
-            Err(_) => tracing::warn!(what, limit = ?EVENT_DEADLINE, "slow disk; the work goes on"),
+        let mut work = tokio::spawn(work);
+        // While the disk stands still for one, it does for the next: one wait is enough for the containers that the runtime
+        // makes meanwhile.
+        let stands_still = self.late.load(Ordering::Relaxed) > 0;
+        let limit = if stands_still { Duration::ZERO } else { EVENT_DEADLINE };
+        if timeout(limit, &mut work).await.is_ok() {
+            return;
         }
+        if !stands_still {
+            tracing::warn!(what, limit = ?EVENT_DEADLINE, "slow disk; the work goes on, and the next is not waited for");
+        }
+        let late = Arc::clone(&self.late);
+        late.fetch_add(1, Ordering::Relaxed);
+        tokio::spawn(async move {
+            let _ = work.await;
+            late.fetch_sub(1, Ordering::Relaxed);
+        });
     }
 }
 
@@ -490,5 +506,58 @@ impl Plugin for Service {
         _: ContainerRequest,
     ) -> ttrpc::Result<Empty> {
         Ok(Empty::default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use vcuda_config::Paths;
+
+    use super::*;
+
+    /// The runtime makes no container while it waits for us.
+    #[tokio::test]
+    async fn a_disk_that_stands_still_holds_the_runtime_up_for_one_event() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let paths = Paths { state: at("state"), run: at("run"), ..Paths::default() };
+        let file = NodeFile { paths, ..NodeFile::default() };
+        let node = Node::start(&file).unwrap();
+        let service = Service::new(NodeSource::Here(Arc::new(node)));
+        let (go_on, stands_still) = mpsc::channel::<()>();
+        let stands_still = Arc::new(Mutex::new(stands_still));
+        let (done, mut all_done) = tokio::sync::mpsc::unbounded_channel();
+        let work = || {
+            let (stands_still, done) = (Arc::clone(&stands_still), done.clone());
+            move || {
+                let _ = stands_still.lock().unwrap().recv();
+                let _ = done.send(());
+                Ok(())
+            }
+        };
+        service.event("a first end", work()).await;
+        for _ in 0..WORKERS {
+            // Without the first wait: nothing but a yield is between its call and its end.
+            let answered = timeout(EVENT_DEADLINE / 2, service.event("another end", work())).await;
+            assert!(answered.is_ok(), "it is waited for, too");
+        }
+        drop(go_on);
+        for _ in 0..=WORKERS {
+            all_done.recv().await.unwrap();
+        }
+        while service.late.load(Ordering::Relaxed) > 0 {
+            tokio::task::yield_now().await;
+        }
+        let (go_on, stands_still) = mpsc::channel::<()>();
+        drop(go_on);
+        service
+            .event("one when it is back", move || {
+                let _ = stands_still.recv();
+                Ok(())
+            })
+            .await;
+        assert_eq!(service.late.load(Ordering::Relaxed), 0);
     }
 }
