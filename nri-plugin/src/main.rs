@@ -69,11 +69,16 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Ok(code) => code,
         Err(error) => {
-            // For the log file; nobody reads the output of a plugin that containerd started.
-            if std::env::var_os("NRI_PLUGIN_SOCKET").is_some() {
-                tracing::error!("{}", in_one_line(error.as_ref()));
+            let told = in_one_line(error.as_ref());
+            // In the log, once there is one. That of a plugin that containerd started is a file, which may have no place yet.
+            let launched = std::env::var_os("NRI_PLUGIN_SOCKET").is_some();
+            let logs = tracing::dispatcher::has_been_set();
+            if logs {
+                tracing::error!("{told}");
             }
-            eprintln!("vcuda-nri-plugin: {}", in_one_line(error.as_ref()));
+            if launched || !logs {
+                eprintln!("vcuda-nri-plugin: {told}");
+            }
             exit(&error).into()
         }
     }
