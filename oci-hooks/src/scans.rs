@@ -300,11 +300,16 @@ impl Scans {
         Some(file)
     }
 
+    /// What is too large to be read again, and no honest image's, is left out.
     fn keep(&self, layers: &Layers, survey: &Survey) -> io::Result<()> {
         let kept = Kept { version: VERSION, layers: layers.0.clone(), survey: survey.clone() };
+        let bytes = serde_json::to_vec(&kept)?;
+        if bytes.len() as u64 > MAX_BYTES {
+            return Ok(());
+        }
         fs::create_dir_all(&self.folder)?;
         make_room(&self.folder)?;
-        put(&self.path(&layers.id()), &serde_json::to_vec(&kept)?)
+        put(&self.path(&layers.id()), &bytes)
     }
 
     fn path(&self, id: &str) -> PathBuf {

@@ -185,6 +185,23 @@ fn of_many_that_start_at_once_one_looks_and_the_others_take_what_it_found() {
     });
 }
 
+/// It would be written at each start and read at none, for each of many images.
+#[test]
+fn what_is_too_large_to_be_read_again_is_not_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let scans = Scans::below(folder.path());
+    let layers = Layers(Vec::new());
+    let mut survey = Survey::default();
+    scans.keep(&layers, &survey).unwrap();
+    assert_eq!(scans.known(&layers), Some(survey.clone()));
+    let long = "x".repeat(16 << 10);
+    (0..1_100).for_each(|_| survey.take_unreadable(Path::new("/x"), long.clone()));
+    scans.keep(&layers, &survey).unwrap();
+    let size = |entry: fs::DirEntry| entry.metadata().unwrap().len();
+    let kept: u64 = fs::read_dir(folder.path().join("scans")).unwrap().flatten().map(size).sum();
+    assert!(kept < MAX_BYTES, "{kept}");
+}
+
 #[test]
 #[ignore = "mounts need root"]
 fn a_folder_in_an_overlay_is_no_overlay() {
