@@ -133,7 +133,12 @@ impl<'a> Parts<'a> {
         let mut archive = tar::Archive::new(reader);
         // Raw: the library would take a long name of any length into memory, and no part has one.
         for entry in archive.entries_with_seek()?.raw(true) {
-            let entry = entry.map_err(|error| ArchiveError::NoImage(error.to_string()))?;
+            let entry = entry.map_err(|error| match places.is_empty() {
+                true => ArchiveError::NoImage("it is no tar archive".into()),
+                false => {
+                    ArchiveError::NoImage(format!("it breaks off after {} files: {error}", places.len()))
+                }
+            })?;
             if places.len() == MAX_PARTS {
                 return Err(ArchiveError::TooLarge("it has more files than any image archive"));
             }

@@ -51,6 +51,9 @@ const PIECE_BYTES: usize = 256 << 10;
 /// Programs and libraries up to this size in bytes are looked at in memory.
 const IN_MEMORY: u64 = 32 << 20;
 
+/// A program or library; PyTorch's largest have below 2 GiB. It is copied, and nobody's disk is to be filled by it.
+const MAX_ELF: u64 = 8 << 30;
+
 /// `PATH_MAX`.
 const MAX_NAME: u64 = 4096;
 
@@ -300,6 +303,12 @@ fn file(reader: &mut impl Read, path: &Path, mode: u32, size: u64) -> io::Result
     let mut head = Vec::new();
     reader.take(HEAD_BYTES).read_to_end(&mut head)?;
     if head.starts_with(b"\x7fELF") || head.starts_with(b"#!") {
+        if size > MAX_ELF {
+            return Err(io::Error::other(format!(
+                "{}: a program of more than {MAX_ELF} bytes",
+                path.display()
+            )));
+        }
         let mut copy = nameless(size)?;
         copy.write_all(&head)?;
         if head.starts_with(b"\x7fELF") {

@@ -320,6 +320,21 @@ fn bombs_end_at_the_limit_and_leave_the_answer_open() {
     assert!(report.incomplete.unwrap().contains("longer than any"));
 }
 
+/// It is copied to be looked at, and zeros take next to no room in the archive.
+#[test]
+fn a_program_of_any_size_is_not_copied() {
+    let mut header = Tar::header(tar::EntryType::Regular, 0);
+    header.set_path("opt/huge").unwrap();
+    header.set_size((8 << 30) + 1);
+    header.set_cksum();
+    let mut layer = base();
+    layer.0.get_mut().extend([&header.as_bytes()[..], b"\x7fELF", &[0; 508]].concat());
+    let report = Archive::oci(&[layer.0.into_inner().unwrap()]).check().unwrap();
+    assert_eq!(report.verdict, Verdict::Unknown);
+    let incomplete = report.incomplete.unwrap();
+    assert!(incomplete.contains("/opt/huge: a program of more than 8589934592 bytes"), "{incomplete}");
+}
+
 #[test]
 fn what_is_noted_of_many_files_is_bounded() {
     let limits = Limits { memory: 64 << 10, ..Limits::default() };
@@ -372,7 +387,10 @@ fn what_is_no_image_is_told_with_the_remedy() {
     };
     assert!(error(&gzip(b"x")).contains("decompress it first"));
     assert!(error(&base().done()).contains("docker save"));
-    assert!(error(&[7; 4096]).contains("docker save"));
+    for no_tar in [&[7; 4096][..], &[7; 100], b"a text"] {
+        let said = error(no_tar);
+        assert!(said.contains("it is no tar archive; write it with `docker save`"), "{said}");
+    }
     let missing = Tar::new().file("manifest.json", br#"[{"Config":"c","Layers":["x"]}]"#).done();
     assert!(error(&missing).contains("not there"));
     let cyclic = serde_json::json!({"manifests": [{"digest": "sha256:00"}]}).to_string();
