@@ -65,7 +65,7 @@ impl Limits {
             return Err(invalid("a share has one limit a GPU; one GPU is named twice"));
         }
         replace(path, 0o644, |file| {
-            file.set_len(LIMITS_SIZE as u64)?;
+            take_room(file, LIMITS_SIZE)?;
             let map = Mapping::<LimitsFile>::new(file.as_raw_fd(), true)?;
             for (entry, gpu) in map.gpus.iter().zip(gpus) {
                 let (low, high) = words(&gpu.uuid);
@@ -323,6 +323,12 @@ pub(crate) fn stamp(header: &Header, magic: u64, size: usize) {
     header.version.store(VERSION, Relaxed);
     header.size.store(u32::try_from(size).unwrap_or(0), Relaxed);
     header.magic.store(magic, Release);
+}
+
+/// Writes `size` zeros into the new `file`. Where a disk has no room, that is an error; to write a part of a mapped file that
+/// takes none yet would be SIGBUS, and the end of the process.
+pub(crate) fn take_room(file: &mut File, size: usize) -> io::Result<()> {
+    file.write_all(&vec![0; size])
 }
 
 /// Has `fill` write a new file and puts it at `path` in one step, so that a reader, or a restart after a kill, finds

@@ -26,7 +26,7 @@ use crate::{
     MAX_GPUS, MAX_PROCESSES,
     account::{Account, Refused, bytes, units},
     layout::{Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
-    limits::{replace, stamp},
+    limits::{replace, stamp, take_room},
     mapping::{Mapping, invalid, open},
     process::Identity,
 };
@@ -77,6 +77,7 @@ impl Usage {
     pub fn create(path: &Path) -> io::Result<()> {
         use std::os::fd::AsRawFd;
         replace(path, 0o666, |file| {
+            take_room(file, size_of::<Header>())?;
             file.set_len(USAGE_SIZE as u64)?;
             let map = Mapping::<UsageFile>::new(file.as_raw_fd(), true)?;
             stamp(&map.header, USAGE_MAGIC, USAGE_SIZE);
