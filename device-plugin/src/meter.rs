@@ -40,6 +40,8 @@ pub struct Meter(Mutex<State>);
 struct State {
     wanted: BTreeSet<GpuUuid>,
     uses: Vec<Use>,
+    /// Until when it is known of each GPU what has been used.
+    known: BTreeMap<GpuUuid, Instant>,
 }
 
 /// What the NVML thread remembers from one reading to the next.
@@ -62,12 +64,19 @@ impl Meter {
     pub fn want(&self, gpus: BTreeSet<GpuUuid>) {
         let mut state = self.state();
         state.uses.retain(|used| gpus.contains(&used.gpu));
+        state.known.retain(|gpu, _| gpus.contains(gpu));
         state.wanted = gpus;
     }
 
     /// What has been measured since this was last called.
     pub fn take(&self) -> Vec<Use> {
         std::mem::take(&mut self.state().uses)
+    }
+
+    /// How old what has been measured of a GPU is, in nanoseconds; the most there can be if nothing has.
+    pub(crate) fn late_ns(&self, gpu: &GpuUuid) -> u64 {
+        let known = self.state().known.get(gpu).copied();
+        known.map_or(u64::MAX, |known| u64::try_from(known.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
     #[cfg(test)]
@@ -99,7 +108,7 @@ impl Meter {
             let samples = match samples {
                 Ok(samples) => samples,
                 // Nothing has run since.
-                Err(NvmlError::NotFound) => continue,
+                Err(NvmlError::NotFound) => vec![],
                 Err(error) => {
                     debug!(%gpu, %error, "the driver does not tell who uses it");
                     continue;
@@ -107,7 +116,9 @@ impl Meter {
             };
             let samples = samples.iter().map(|sample| (sample.pid, sample.timestamp, sample.sm_util));
             let uses = reading.take_in(samples);
+            let known = Instant::now().checked_sub(reading.late(now_us));
             let mut state = self.state();
+            state.known.extend(known.map(|known| (gpu.clone(), known)));
             let room = MAX_WAITING.saturating_sub(state.uses.len());
             let uses = uses.into_iter().take(room);
             state.uses.extend(uses.map(|(pid, used_ns)| Use { gpu: gpu.clone(), pid, used_ns }));
@@ -130,6 +141,12 @@ impl Reading {
             self.of_process.clear();
         }
         since
+    }
+
+    /// How old at this time what is known of all processes is: a busy one's last sample may be older than another's.
+    fn late(&self, now_us: u64) -> Duration {
+        let known = self.of_process.values().copied().min().unwrap_or(self.newest);
+        Duration::from_micros(now_us.saturating_sub(known))
     }
 
     /// From samples (process, time in microseconds, percent of the time since the last answer) to nanoseconds used.
@@ -195,6 +212,23 @@ mod tests {
         assert_eq!(reading.since(65_500_000), 64_500_000);
         assert_eq!(reading.take_in([(7, 65_000_000, 100)].into_iter()), [(7, 500_000_000)]);
         assert_eq!(reading.since(3_000_000), 3_000_000, "the clock was set back");
+    }
+
+    #[test]
+    fn figures_are_as_old_as_the_oldest_last_sample_of_a_busy_process() {
+        let mut reading = Reading::default();
+        reading.since(5_000_000);
+        reading.take_in([(7, 4_900_000, 50), (8, 4_700_000, 50)].into_iter());
+        assert_eq!(reading.late(5_000_000), Duration::from_millis(300));
+        // Nothing has run for a while.
+        reading.since(6_500_000);
+        reading.take_in(std::iter::empty());
+        assert_eq!(reading.late(6_500_000), Duration::from_secs(1));
+    }
+
+    #[test]
+    fn nobody_knows_how_old_the_figures_of_a_gpu_are_that_was_not_read() {
+        assert_eq!(Meter::default().late_ns(&GpuUuid::from_bytes([1; 16])), u64::MAX);
     }
 
     #[test]

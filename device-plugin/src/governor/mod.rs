@@ -185,7 +185,10 @@ impl Governor {
         }
         let used = self.used();
         for (name, share) in &mut self.shares {
-            let driver = |gpu: &GpuUuid| used.get(&(name.clone(), gpu.clone())).copied().unwrap_or(0);
+            let driver = |gpu: &GpuUuid| {
+                let used_ns = used.get(&(name.clone(), gpu.clone())).copied().unwrap_or(0);
+                (used_ns, self.meter.late_ns(gpu))
+            };
             share.read(now_ns, passed_ns, driver);
         }
         let less = self.lend(now_ns);

@@ -4,7 +4,7 @@ use std::{fs, io, os::unix::fs::MetadataExt, path::Path, time::Duration};
 
 use daemon::Told;
 use ledger::{Priority, ShareFolder, ShareName, ShareRecord, ShareState};
-use region::{Correction, Demand, KernelLength, LimitsWriter, SLOT_NS, SLOTS, Stretch, UsageReader};
+use region::{Correction, Demand, KernelLength, LimitsWriter, Refund, SLOT_NS, SLOTS, Stretch, UsageReader};
 use vcuda_config::GpuUuid;
 
 use super::lend;
@@ -54,6 +54,9 @@ pub(super) struct OnGpu {
     /// GPU time that the driver saw it use.
     pub driver_ns: u64,
     pub correction: Correction,
+    refund: Refund,
+    /// What it is to get back with the next write, in nanoseconds of GPU time.
+    back_ns: u64,
     /// What its kernels last.
     length: KernelLength,
     /// CLOCK_MONOTONIC of its last sign of work.
@@ -168,8 +171,8 @@ impl Governed {
     }
 
     /// Reads what the container says of itself. `passed_ns` is since it was last read; `driver` tells what the driver
-    /// has seen of it on a GPU since then.
-    pub(super) fn read(&mut self, now_ns: u64, passed_ns: u64, driver: impl Fn(&GpuUuid) -> u64) {
+    /// has seen of it on a GPU since then, and how old that is, both in nanoseconds.
+    pub(super) fn read(&mut self, now_ns: u64, passed_ns: u64, driver: impl Fn(&GpuUuid) -> (u64, u64)) {
         let Some(files) = &self.files else { return };
         let usage = match files.usage.counters() {
             Ok(usage) => usage,
@@ -186,7 +189,7 @@ impl Governed {
             let at = files.limits.limits().find(&gpu.uuid.bytes());
             let Some(said) = at.and_then(|at| usage.gpus.get(at)) else { continue };
             let own = gpu.charged_ns.see(said.charged_ns);
-            let seen = driver(&gpu.uuid);
+            let (seen, late_ns) = driver(&gpu.uuid);
             gpu.driver_ns = gpu.driver_ns.saturating_add(seen);
             let sign = if launches > 0 || own > 0 || seen > 0 { now_ns } else { said.waiting_ns.min(now_ns) };
             gpu.sign_ns = gpu.sign_ns.max(sign);
@@ -197,8 +200,12 @@ impl Governed {
             }
             if others || now_ns.saturating_sub(gpu.unpaced_ns) < LATE_NS {
                 gpu.correction = Correction::default();
+                gpu.refund = Refund::default();
             }
-            gpu.charge_permille = gpu.correction.add(passed_ns, seen, own, usage.most_processes);
+            let paid = own.saturating_mul(gpu.charge_permille.into()) / 1000;
+            let back = gpu.refund.add(passed_ns, seen, paid, usage.most_processes, late_ns);
+            gpu.back_ns = gpu.back_ns.saturating_add(back);
+            gpu.charge_permille = gpu.correction.add(passed_ns, seen, own, usage.most_processes, late_ns);
             gpu.length.add(own.saturating_mul(gpu.charge_permille.into()) / 1000, launches);
         }
     }
@@ -242,13 +249,14 @@ impl Governed {
                     writer.set(&wanted)?;
                 }
             }
-            for gpu in &self.gpus {
+            for gpu in &mut self.gpus {
                 let uuid = gpu.uuid.bytes();
                 let lease =
                     region::Lease { slots: gpu.lent.slots, rate_permille: gpu.lent.rate_permille, until_ns };
                 writer.set_stretch(&uuid, gpu.stretch)?;
                 writer.set_lease(&uuid, &lease)?;
                 writer.set_charge(&uuid, gpu.charge_permille)?;
+                writer.refund(&uuid, std::mem::take(&mut gpu.back_ns))?;
                 writer.set_busy_percent(&uuid, gpu.busy_permille().div_ceil(10))?;
             }
             writer.beat(now_ns);
@@ -292,6 +300,8 @@ impl OnGpu {
             charged_ns: Rising::default(),
             driver_ns: 0,
             correction: Correction::default(),
+            refund: Refund::default(),
+            back_ns: 0,
             length: KernelLength::default(),
             sign_ns: 0,
             unpaced_ns: 0,

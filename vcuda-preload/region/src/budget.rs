@@ -48,6 +48,8 @@ pub struct Terms {
     pub rate_permille: u32,
     /// What a measured nanosecond costs, in thousandths: 50 to 4000.
     pub charge_permille: u32,
+    /// What has come off the container's debt so far, in nanoseconds of GPU time.
+    pub refund_ns: u64,
 }
 
 impl Pace {
@@ -58,6 +60,7 @@ impl Pace {
             slot_ns: self.slot_ns(now_ns),
             rate_permille: self.rate_permille(now_ns),
             charge_permille: self.charge_permille(),
+            refund_ns: self.refund_ns,
         }
     }
 }
@@ -120,6 +123,7 @@ impl Budget<'_> {
     /// # Errors
     /// Nanoseconds after which it may go, if nothing else happens: at least one, at most five minutes.
     pub fn take(self, now_ns: u64, terms: &Terms, estimate_ns: u64, rests: &mut bool) -> Result<u64, u64> {
+        self.refund(terms);
         let cost = terms.cost(estimate_ns);
         for _ in 0..MAX_ATTEMPTS {
             let word = self.words.next_ns.load(Acquire);
@@ -142,6 +146,21 @@ impl Budget<'_> {
             }
         }
         Err(SLOT_NS)
+    }
+
+    /// Takes off what the node has said since it was last asked that others had. What then is further back than
+    /// [`Terms::behind`] is gone like all that was not used.
+    fn refund(self, terms: &Terms) {
+        let had = self.words.refunded_ns.load(Relaxed);
+        if had >= terms.refund_ns {
+            return;
+        }
+        fault::point();
+        if self.words.refunded_ns.compare_exchange(had, terms.refund_ns, AcqRel, Relaxed).is_ok() {
+            fault::point();
+            let cost = Terms { charge_permille: 1000, ..*terms }.cost(terms.refund_ns - had);
+            self.change(&self.words.next_ns, |next| next.saturating_sub(cost));
+        }
     }
 
     /// Whether the budget pays for all of a launch of about `estimate_ns` at the moment `now_ns`, so that none of it is owed.
@@ -308,7 +327,7 @@ mod tests {
     }
 
     fn terms(rate_permille: u32) -> Terms {
-        Terms { slots: Slots::ALL, slot_ns: SLOT_NS, rate_permille, charge_permille: 1000 }
+        Terms { slots: Slots::ALL, slot_ns: SLOT_NS, rate_permille, charge_permille: 1000, refund_ns: 0 }
     }
 
     #[test]
@@ -384,6 +403,28 @@ mod tests {
         let mut taken = budget.take(now, &terms, MS, &mut false).unwrap();
         budget.pay(&terms, 7 * MS, &mut taken);
         assert_eq!((taken, next()), (0, now + 12 * MS));
+    }
+
+    #[test]
+    fn what_others_had_comes_off_a_debt_once_and_makes_no_credit() {
+        let (_folder, usage) = usage();
+        let (budget, terms) = (usage.budget(0).unwrap(), terms(100));
+        let now = 50 * PERIOD_NS;
+        let next = || usage.file().gpus[0].next_ns.load(Relaxed);
+        budget.take(now, &terms, MS, &mut false).unwrap();
+        // A kernel of 200 ms was charged two seconds, for those of nine neighbours ran beside it.
+        budget.pay(&terms, 2_000 * MS, &mut 0);
+        let owed = next() - now;
+        let wait = budget.take(now, &terms, MS, &mut false).unwrap_err();
+        let refunded = Terms { refund_ns: 1_800 * MS, ..terms };
+        // Whatever it pays from now on.
+        budget.take(now, &Terms { charge_permille: 500, ..refunded }, MS, &mut false).unwrap_err();
+        assert_eq!(next() - now, owed - 18_000 * MS);
+        assert_eq!(budget.take(now, &refunded, MS, &mut false), Err(wait - 18_000 * MS), "once");
+        // What is more than it owes is no more than if it had used nothing.
+        let more = Terms { refund_ns: 9_000 * MS, ..terms };
+        budget.take(now, &more, MS, &mut false).unwrap();
+        assert_eq!(next(), now - terms.behind(MS) + terms.cost(MS));
     }
 
     #[test]
@@ -469,7 +510,14 @@ mod tests {
             words.done_ns.store(frontier, Relaxed);
             usage.file().slots[9].open_since_ns[0].store(open, Relaxed);
             let budget = usage.budget(0).unwrap();
-            let terms = Terms { slots: Slots::NONE, slot_ns: SLOT_NS, rate_permille: rate, charge_permille: charge };
+            let terms = Terms {
+                slots: Slots::NONE,
+                slot_ns: SLOT_NS,
+                rate_permille: rate,
+                charge_permille: charge,
+                refund_ns: estimate,
+            };
+            words.refunded_ns.store(start, Relaxed);
             if let Err(wait) = budget.take(now, &terms, estimate, &mut false) {
                 prop_assert!(wait > 0 && wait <= MAX_DEBT_NS);
             }

@@ -12,7 +12,7 @@ const MEMORY_NS: u64 = 20_000_000_000;
 /// No correction before this much has been seen, in nanoseconds.
 const EVIDENCE_NS: u64 = 4_000_000_000;
 
-/// How far the driver's figures may be behind, in nanoseconds: what a sample covers, and as much until it is there.
+/// How old the driver's figures may be, in nanoseconds: what a sample covers, and as much until it is there.
 const LATE_NS: u64 = 2_000_000_000;
 
 /// Work after so long a pause is other work. Kernels of seconds in a small share come so far apart.
@@ -74,19 +74,20 @@ impl Default for Correction {
 
 impl Correction {
     /// Takes in what was used in the last `passed_ns`, as the driver and as the container measured it. Tells what a
-    /// nanosecond of the container's own measure counts, in thousandths.
+    /// nanosecond of the container's own measure counts, in thousandths. The driver's figures are `late_ns` old; more than two
+    /// seconds count as two.
     ///
     /// The driver rounds what each of up to `processes` has used. Of those that have ended it tells nothing any more:
     /// with each that comes a new [`Correction`] begins.
-    pub fn add(&mut self, passed_ns: u64, driver_ns: u64, own_ns: u64, processes: u32) -> u32 {
-        let passed = passed_ns.min(MEMORY_NS);
+    pub fn add(&mut self, passed_ns: u64, driver_ns: u64, own_ns: u64, processes: u32, late_ns: u64) -> u32 {
+        let (passed, late_ns) = (passed_ns.min(MEMORY_NS), late_ns.min(LATE_NS));
         // Nobody uses a GPU for longer than time passes; the driver's figures come in lumps of up to a second.
-        self.sum(passed, driver_ns.min(MEMORY_NS), own_ns.min(passed.saturating_mul(2)));
+        self.sum(passed, driver_ns.min(MEMORY_NS), own_ns.min(passed.saturating_mul(2)), late_ns);
         if self.idle_ns >= LATE_NS {
             // Nothing is decided while nothing runs.
             return u32::try_from(self.permille).unwrap_or(1000);
         }
-        let wanted = self.wanted(ROUNDING * u64::from(processes.max(1)));
+        let wanted = self.wanted(ROUNDING * u64::from(processes.max(1)), late_ns);
         // A tenth of the way each tick, so that no single figure makes a jump.
         let (least, most) = (u64::from(BOUNDS.0), u64::from(BOUNDS.1));
         self.permille = (self.permille * 9 + wanted).div_ceil(10).clamp(least, most);
@@ -96,12 +97,12 @@ impl Correction {
         u32::try_from(self.permille).unwrap_or(1000)
     }
 
-    fn sum(&mut self, passed: u64, driver_ns: u64, own_ns: u64) {
+    fn sum(&mut self, passed: u64, driver_ns: u64, own_ns: u64, late_ns: u64) {
         if own_ns == 0 {
             self.idle_ns = self.idle_ns.saturating_add(passed);
         } else if std::mem::take(&mut self.idle_ns) >= PAUSE_NS {
             let before = *self;
-            *self = Self { idle_ns: 0, skip_ns: LATE_NS, permille: before.permille, ..Self::default() };
+            *self = Self { idle_ns: 0, skip_ns: late_ns, permille: before.permille, ..Self::default() };
         }
         if self.skip_ns > 0 {
             self.skip_ns = self.skip_ns.saturating_sub(passed);
@@ -130,14 +131,16 @@ impl Correction {
         ns.saturating_mul(1000) / (self.seen_ns / 1000).max(1)
     }
 
-    fn wanted(&mut self, error: u64) -> u64 {
+    fn wanted(&mut self, error: u64, late_ns: u64) -> u64 {
         let (own, driver) = (self.of_the_time(self.own_ns), self.of_the_time(self.driver_ns));
         if self.seen_ns < EVIDENCE_NS || driver == 0 || own < 10_000 {
             self.doubted = false;
             return TRUST;
         }
-        let (low, high) =
-            self.kept.iter().fold((own, own), |(low, high), kept| (low.min(*kept), high.max(*kept)));
+        // As far back as the figures are old, and a little longer.
+        let count = usize::try_from(late_ns / KEPT_EVERY_NS).unwrap_or(KEPT).saturating_add(4).min(KEPT);
+        let kept = (1..=count).map(|ago| self.kept[(self.next + KEPT - ago) % KEPT]);
+        let (low, high) = kept.fold((own, own), |(low, high), kept| (low.min(kept), high.max(kept)));
         self.doubted = if self.doubted {
             driver.abs_diff(own) > error / 2
         } else {
@@ -158,10 +161,16 @@ mod tests {
 
     const TICK: u64 = 100_000_000;
 
+    /// The driver does not say how old its figures are.
+    const UNKNOWN: u64 = u64::MAX;
+
     /// After `ticks` with these percents of the time.
     fn after(ticks: u32, driver: u64, own: u64) -> u32 {
         let mut correction = Correction::default();
-        (0..ticks).map(|_| correction.add(TICK, TICK / 100 * driver, TICK / 100 * own, 1)).last().unwrap()
+        (0..ticks)
+            .map(|_| correction.add(TICK, TICK / 100 * driver, TICK / 100 * own, 1, UNKNOWN))
+            .last()
+            .unwrap()
     }
 
     #[test]
@@ -172,7 +181,11 @@ mod tests {
         let mut correction = Correction::default();
         for tick in 0..400 {
             let rounded = if tick % 2 == 0 { 29 } else { 31 };
-            assert_eq!(correction.add(TICK, TICK / 100 * rounded, TICK / 100 * 30, 1), 1000, "tick {tick}");
+            assert_eq!(
+                correction.add(TICK, TICK / 100 * rounded, TICK / 100 * 30, 1, UNKNOWN),
+                1000,
+                "tick {tick}"
+            );
         }
     }
 
@@ -181,6 +194,21 @@ mod tests {
         let charge = after(200, 60, 30);
         assert!((1980..=2020).contains(&charge), "{charge}");
         assert_eq!(after(30, 60, 30), 1000, "three seconds are no evidence");
+    }
+
+    #[test]
+    fn fresh_figures_are_believed_after_four_seconds_late_ones_after_six() {
+        let after = |ticks: u64, late_ns: u64| {
+            let mut correction = Correction::default();
+            (0..ticks).map(|_| correction.add(TICK, TICK / 10, TICK / 2, 1, late_ns)).last().unwrap()
+        };
+        assert_eq!((after(39, TICK), after(59, UNKNOWN)), (1000, 1000));
+        assert!(
+            after(55, TICK) < 900 && after(80, UNKNOWN) < 900,
+            "{} {}",
+            after(55, TICK),
+            after(80, UNKNOWN)
+        );
     }
 
     #[test]
@@ -198,7 +226,7 @@ mod tests {
             let mut correction = Correction::default();
             let mut charge = 0;
             for _ in 0..200 {
-                charge = correction.add(TICK, TICK / 100 * driver, TICK / 100 * 30, processes);
+                charge = correction.add(TICK, TICK / 100 * driver, TICK / 100 * 30, processes, UNKNOWN);
             }
             charge
         };
@@ -218,7 +246,7 @@ mod tests {
         let mut correction = Correction::default();
         for tick in 0..400_u64 {
             let lump = if tick % 10 == 9 && tick > 10 { TICK * 3 } else { 0 };
-            assert_eq!(correction.add(TICK, lump, TICK * 3 / 10, 1), 1000, "tick {tick}");
+            assert_eq!(correction.add(TICK, lump, TICK * 3 / 10, 1, UNKNOWN), 1000, "tick {tick}");
         }
     }
 
@@ -229,7 +257,7 @@ mod tests {
             let mut correction = Correction::default();
             let busy = |tick: i64| if (50..150).contains(&tick) || tick >= 300 { TICK / 100 * 70 } else { 0 };
             for tick in 0..400 {
-                let charge = correction.add(TICK, busy(tick - late), busy(tick), 1);
+                let charge = correction.add(TICK, busy(tick - late), busy(tick), 1, UNKNOWN);
                 assert_eq!(charge, 1000, "tick {tick}, {late} late");
             }
         }
@@ -237,10 +265,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_figures_stay_in_bounds(steps in prop::collection::vec(any::<(u64, u64, u64, u32)>(), 1..50)) {
+        fn any_figures_stay_in_bounds(steps in prop::collection::vec(any::<(u64, u64, u64, u32, u64)>(), 1..50)) {
             let mut correction = Correction::default();
-            for (passed, driver, own, processes) in steps {
-                let charge = correction.add(passed, driver, own, processes);
+            for (passed, driver, own, processes, late) in steps {
+                let charge = correction.add(passed, driver, own, processes, late);
                 prop_assert!((BOUNDS.0..=BOUNDS.1).contains(&charge));
             }
         }

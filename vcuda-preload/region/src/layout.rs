@@ -56,7 +56,8 @@ pub(crate) struct LimitEntry {
     pub unseen_at_ns: AtomicU64,
     /// See `pace::Stretch`.
     pub stretch: AtomicU64,
-    _reserved: AtomicU64,
+    /// GPU time that the container was charged for and others had, in nanoseconds, to be taken off its debt. Only grows.
+    pub refund_ns: AtomicU64,
 }
 
 /// `usage`: header page, totals page, then one slot a process, then what processes let each other have.
@@ -107,7 +108,9 @@ pub(crate) struct GpuTotal {
     pub waiting_ns: AtomicU64,
     /// CLOCK_MONOTONIC in nanoseconds at which what the container has launched should be done.
     pub done_ns: AtomicU64,
-    _reserved_too: [AtomicU64; 3],
+    /// How much of `LimitEntry::refund_ns` the budget has had.
+    pub refunded_ns: AtomicU64,
+    _reserved_too: [AtomicU64; 2],
 }
 
 /// One process. Counters only grow and outlive the process, so that the sum over all slots never falls.
@@ -177,6 +180,7 @@ mod tests {
             (96, 104)
         );
         assert_eq!((offset_of!(LimitEntry, stretch), offset_of!(LimitsFile, stretches)), (112, 20));
+        assert_eq!((offset_of!(LimitEntry, refund_ns), offset_of!(GpuTotal, refunded_ns)), (120, 104));
         assert_eq!((offset_of!(UsageFile, claimed), offset_of!(UsageFile, gpus)), (16, 4096));
         assert_eq!((offset_of!(UsageFile, exports_used), offset_of!(UsageFile, exports_made)), (144, 152));
         assert_eq!((offset_of!(UsageFile, exports), offset_of!(Export, importers)), (8192 + 1024 * 512, 64));

@@ -254,6 +254,15 @@ impl LimitsWriter {
         Ok(())
     }
 
+    /// Takes `ns` more nanoseconds of the time of the GPU with this UUID off what the container owes.
+    ///
+    /// # Errors
+    /// The share does not have that GPU.
+    pub fn refund(&self, uuid: &[u8; 16], ns: u64) -> io::Result<()> {
+        self.entry(uuid)?.refund_ns.fetch_add(ns, Relaxed);
+        Ok(())
+    }
+
     /// A sign of life: `now_ns` is CLOCK_MONOTONIC in nanoseconds.
     pub fn beat(&self, now_ns: u64) {
         self.limits.file.heartbeat_ns.store(now_ns, Release);
@@ -293,6 +302,7 @@ impl LimitEntry {
             },
             stretch: Stretch::from_word(self.stretch.load(Relaxed)),
             charge_permille: short(&self.charge_permille),
+            refund_ns: self.refund_ns.load(Relaxed),
         }
     }
 
@@ -411,7 +421,10 @@ mod tests {
         let stretch = Stretch { before: 1, after: 10, from_ns: 3_000_000_000 };
         outside.set_stretch(&[2; 16], stretch).unwrap();
         assert!(outside.limits().stretches());
-        let pace = Pace { own: own_slots, core_percent: 40, lease, stretch, charge_permille: 1100 };
+        outside.refund(&[2; 16], 7).unwrap();
+        outside.refund(&[2; 16], 8).unwrap();
+        let pace =
+            Pace { own: own_slots, core_percent: 40, lease, stretch, charge_permille: 1100, refund_ns: 15 };
         assert_eq!((inside.pace(1), inside.pace(2)), (Some(pace), None));
         outside.beat(77);
         assert_eq!((inside.busy_percent(1), inside.busy_percent(0)), (Some(37), Some(0)));

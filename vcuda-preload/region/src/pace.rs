@@ -13,7 +13,7 @@ pub struct Lease {
     pub until_ns: u64,
 }
 
-/// Slots last at most so many times [`SLOT_NS`].
+/// Slots last at most so many times [`SLOT_NS`]: what the governors of earlier versions went up to.
 pub const MAX_STRETCH: u32 = 20;
 
 /// How many times [`SLOT_NS`] a GPU's slots last. It changes at a moment, and all containers of the GPU are told of it
@@ -68,6 +68,8 @@ pub struct Pace {
     pub stretch: Stretch,
     /// What the GPU was really used, in thousandths of what the container measured itself, as stored: 0 for 1000.
     pub charge_permille: u32,
+    /// What comes off its debt, in nanoseconds of GPU time, since `limits` was made.
+    pub refund_ns: u64,
 }
 
 impl Pace {
@@ -122,6 +124,7 @@ mod tests {
             lease,
             stretch: Stretch::default(),
             charge_permille: 0,
+            refund_ns: 0,
         }
     }
 

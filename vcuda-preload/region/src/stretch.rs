@@ -2,18 +2,19 @@
 //!
 //! A kernel that is long against its share's slots lasts into those of neighbours, where nobody can tell whose time it was. Slots
 //! that last longer hold it, and everybody waits longer for theirs. So they last longer only where every container of the
-//! GPU has long kernels: whoever has short ones, or none, keeps all at [`SLOT_NS`], and what one says of itself makes nobody
-//! wait whose own kernels are not as long.
+//! GPU has long kernels, none so long that even such slots do not hold it: whoever has others, or none, keeps all at
+//! [`SLOT_NS`], and what one says of itself makes nobody wait whose own kernels are not as long.
 
-use crate::{MAX_STRETCH, PERIOD_NS, SLOT_NS, Stretch};
+use crate::{PERIOD_NS, SLOT_NS, Stretch};
 
-/// What slots may last, in [`SLOT_NS`]. Of all but the last a second holds whole periods, so that a share is exact in every second.
-const STEPS: [u32; 5] = [1, 2, 5, 10, MAX_STRETCH];
+/// What slots may last, in [`SLOT_NS`]. A second holds whole periods of each, so that a share is exact in every second.
+const STEPS: [u32; 4] = [1, 2, 5, 10];
 
 /// Kernels that are shorter, in nanoseconds, are no reason to wait longer for a slot.
 const LONG_NS: u64 = 2_000_000;
 
-/// From kernels of this length on, in nanoseconds, a second cannot show a share anyway.
+/// Kernels from this length on, in nanoseconds, fill the longest slots of many shares or do not fit. They run beside others' in
+/// slots of [`SLOT_NS`], where the driver tells whose time it was ([`crate::Refund`]).
 const VERY_LONG_NS: u64 = 100_000_000;
 
 /// Kernels that the shortest row of slots is to hold.
@@ -62,13 +63,13 @@ pub struct Demand {
 /// How many times [`SLOT_NS`] slots should last for these containers of one GPU.
 fn wanted(containers: &[Demand]) -> u32 {
     let row = containers.iter().map(|container| u64::from(container.row)).min().unwrap_or(0);
-    let kernel_ns = containers.iter().map(|container| container.kernel_ns).min().unwrap_or(0);
-    if containers.len() < 2 || row == 0 || kernel_ns < LONG_NS {
+    let lengths = containers.iter().map(|container| container.kernel_ns);
+    let (kernel_ns, longest_ns) = (lengths.clone().min().unwrap_or(0), lengths.max().unwrap_or(0));
+    if containers.len() < 2 || row == 0 || kernel_ns < LONG_NS || longest_ns >= VERY_LONG_NS {
         return 1;
     }
-    let allowed = &STEPS[..if kernel_ns < VERY_LONG_NS { STEPS.len() - 1 } else { STEPS.len() }];
     let holds = |times: &&u32| u64::from(**times) * row * SLOT_NS >= KERNELS.saturating_mul(kernel_ns);
-    allowed.iter().find(holds).or(allowed.last()).copied().unwrap_or(1)
+    STEPS.iter().find(holds).or(STEPS.last()).copied().unwrap_or(1)
 }
 
 /// How long the slots of one GPU last, from tick to tick.
@@ -91,14 +92,16 @@ impl Stretching {
             return self.told;
         }
         let now = self.told.after;
-        let longer = |by: u64, containers: &[Demand]| {
-            let longer = |one: &Demand| Demand { kernel_ns: one.kernel_ns.saturating_mul(by) / 2, ..*one };
-            wanted(&containers.iter().map(longer).collect::<Vec<_>>())
+        let times = |by: u64, containers: &[Demand]| {
+            let times = |one: &Demand| Demand { kernel_ns: one.kernel_ns.saturating_mul(by) / 6, ..*one };
+            wanted(&containers.iter().map(times).collect::<Vec<_>>())
         };
-        let next = match containers.map(|containers| (longer(2, containers), longer(3, containers))) {
+        let next = match containers.map(|containers| (wanted(containers), containers)) {
             None => 1,
-            // An average that wavers about a step changes nothing.
-            Some((exact, more)) if exact < now => more.min(now),
+            // An average that wavers about a step, or about what is very long, changes nothing.
+            Some((exact, containers)) if exact < now => {
+                times(9, containers).max(times(4, containers)).min(now)
+            }
             Some((exact, _)) => exact,
         };
         if next <= now {
@@ -153,8 +156,9 @@ mod tests {
             (&[25; 4], 5 * MS, 1),
             (&[25; 4], 20 * MS, 5),
             (&[10; 10], 99 * MS, 10),
-            (&[10; 10], 200 * MS, 20),
-            (&[10; 10], u64::MAX, 20),
+            // Not even the longest would hold it.
+            (&[10; 10], 100 * MS, 1),
+            (&[30, 70], u64::MAX, 1),
             // What is short fits.
             (&[1; 10], 1_999_999, 1),
             (&[10; 10], 5_000, 1),
@@ -232,8 +236,15 @@ mod tests {
             let kernel_ns = if tick % 2 == 0 { 4 * MS } else { 6 * MS };
             assert_eq!(stretching.tick(now, Some(&demands(&[10, 90], kernel_ns))), told);
         }
+        let told = run(&mut stretching, &mut now, 40_000 * MS, Some(&demands(&[10, 90], 90 * MS)));
+        assert_eq!(told.after, 10);
+        for tick in 0..100 {
+            now += TICK;
+            let kernel_ns = if tick % 2 == 0 { 90 * MS } else { 110 * MS };
+            assert_eq!(stretching.tick(now, Some(&demands(&[10, 90], kernel_ns))), told);
+        }
         assert_eq!(
-            run(&mut stretching, &mut now, 40_000 * MS, Some(&demands(&[10, 90], MS * 5 / 2))).after,
+            run(&mut stretching, &mut now, 80_000 * MS, Some(&demands(&[10, 90], MS * 5 / 2))).after,
             2
         );
     }

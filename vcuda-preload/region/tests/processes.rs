@@ -20,8 +20,13 @@ const CEILING: u64 = 1 << 20;
 const BATCH_NS: u64 = 1_000_000;
 const PACED: u64 = 5;
 const PACED_FROM_NS: u64 = 1_000 * BATCH_NS;
-const HALF: Terms =
-    Terms { slots: Slots::ALL, slot_ns: region::SLOT_NS, rate_permille: 500, charge_permille: 1000 };
+const HALF: Terms = Terms {
+    slots: Slots::ALL,
+    slot_ns: region::SLOT_NS,
+    rate_permille: 500,
+    charge_permille: 1000,
+    refund_ns: 0,
+};
 const TASK: &str = "REGION_TEST_TASK";
 const FILE: &str = "REGION_TEST_FILE";
 /// No task passes more fault points than this many before it is done.

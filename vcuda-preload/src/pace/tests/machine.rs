@@ -4,7 +4,9 @@
 
 use std::{collections::VecDeque, fs::File, os::unix::fs::FileExt, path::Path};
 
-use region::{Correction, Demand, KernelLength, PERIOD_NS, Pace, SLOT_NS, Stretch, Stretching, Usage};
+use region::{
+    Correction, Demand, KernelLength, PERIOD_NS, Pace, Refund, SLOT_NS, Stretch, Stretching, Usage,
+};
 use tempfile::TempDir;
 
 use crate::pace::gate::{Answer, Around, Gate, Lane, Launch, Mark, Marks};
@@ -191,6 +193,7 @@ struct Container {
     usage: Usage,
     pace: Pace,
     correction: Correction,
+    refund: Refund,
     charged_ns: u64,
     launches: u64,
     length: KernelLength,
@@ -266,6 +269,7 @@ impl World {
             usage,
             pace,
             correction: Correction::default(),
+            refund: Refund::default(),
             charged_ns: 0,
             launches: 0,
             length: KernelLength::default(),
@@ -304,6 +308,7 @@ impl World {
         let complete = usize::try_from(self.gpu.now / SAMPLE_NS).unwrap();
         let seen = std::mem::replace(&mut self.seen, complete);
         let span = (complete - seen) as u64 * SAMPLE_NS;
+        let late = self.gpu.now - complete as u64 * SAMPLE_NS;
         for (at, container) in self.containers.iter_mut().enumerate() {
             let (mut driver, mut processes) = (0, 0);
             for process in self.gpu.processes.iter().filter(|process| process.container == at) {
@@ -313,7 +318,10 @@ impl World {
             }
             let charged = container.usage.budget(0).unwrap().charged_ns();
             let own = charged - std::mem::replace(&mut container.charged_ns, charged);
-            container.pace.charge_permille = container.correction.add(PERIOD_NS, driver, own, processes);
+            let paid = own * u64::from(container.pace.charge_permille) / 1000;
+            container.pace.refund_ns += container.refund.add(PERIOD_NS, driver, paid, processes, late);
+            container.pace.charge_permille =
+                container.correction.add(PERIOD_NS, driver, own, processes, late);
             let of_this =
                 self.threads.iter().filter(|thread| self.gpu.processes[thread.process].container == at);
             let launches = of_this.map(|thread| thread.launched as u64).sum::<u64>();
