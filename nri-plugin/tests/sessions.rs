@@ -351,3 +351,30 @@ fn a_ready_file_that_a_killed_plugin_left_is_not_believed() {
     drop(running);
     assert!(!exists(Path::new(&node.ready_file())));
 }
+
+/// The list is asked for every few minutes for as long as the node runs, beside the session that serves containers.
+#[tokio::test]
+async fn sessions_that_ask_for_the_list_leave_nothing_behind() {
+    let node = TestNode::new();
+    let started = Arc::new(node.start());
+    let look = async || {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let service = Service::for_list(Arc::clone(&started));
+        let session = tokio::spawn(async move { serve(ours, &identity(), &service).await });
+        let mut runtime = FakeRuntime::start(theirs).await;
+        runtime.admit().await;
+        // As when the list has been seen: the session is dropped.
+        session.abort();
+        let _ = session.await;
+        runtime.close();
+    };
+    let alive = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    for _ in 0..3 {
+        look().await;
+    }
+    eventually("a session's tasks end", || alive() == 0).await;
+    for _ in 0..50 {
+        look().await;
+    }
+    eventually("the tasks of many end", || alive() == 0).await;
+}
