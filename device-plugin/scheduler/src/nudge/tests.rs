@@ -1,42 +1,13 @@
 //! What the API server may answer to a nudge, said by a small server, and what comes of it.
 
-use std::{
-    collections::BTreeMap,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::{Router, extract::Path, http::StatusCode, response::IntoResponse, routing::patch};
-use ledger::Policy;
 use serde_json::Value;
 use tokio::net::TcpListener;
-use vcuda_config::{GpuUuid, NodeGpu, NodeGpus};
 
 use super::*;
-use crate::{Lead, ResourceNames, Settings, Standing, testing};
-
-fn service(port: u16) -> Service {
-    let names =
-        ResourceNames { core: "tencent.com/vcuda-core".into(), memory: "tencent.com/vcuda-memory".into() };
-    let settings = Settings {
-        names,
-        policy: Policy::Pack,
-        bind_timeout: Duration::from_secs(5),
-        expiry: Duration::from_secs(60),
-    };
-    let service = Service::new(testing::client(port), settings, Standing::new(Lead::Alone));
-    let gpu = NodeGpu {
-        uuid: GpuUuid::from_bytes([1; 16]),
-        model: "A100".into(),
-        minor: 0,
-        units: 100,
-        numa: None,
-        healthy: true,
-    };
-    let text = NodeGpus::new(vec![gpu], Vec::new()).to_text();
-    let annotations = BTreeMap::from([(annotation::NODE_GPUS.to_owned(), text)]);
-    service.cluster_mut().set_node("node", Some(&annotations));
-    service
-}
+use crate::testing::service;
 
 /// Pods that were refused and fit by now, to be nudged in this order.
 fn waiting(service: &Service, names: &[&str]) -> Vec<(RefusedPod, Box<str>)> {

@@ -1,7 +1,6 @@
 //! What becomes of a bind whose caller has hung up.
 
 use std::{
-    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -10,39 +9,18 @@ use std::{
 };
 
 use axum::{Router, routing::post};
-use ledger::Policy;
 use serde_json::json;
 use tokio::{
     io::AsyncWriteExt,
     net::{TcpListener, TcpStream},
     sync::Notify,
 };
-use vcuda_config::{GpuUuid, NodeGpu, NodeGpus, annotation};
 
 use super::*;
-use crate::{Lead, ResourceNames, Settings, Standing, testing};
+use crate::testing;
 
 fn service(api_server: u16) -> Arc<Service> {
-    let names =
-        ResourceNames { core: "tencent.com/vcuda-core".into(), memory: "tencent.com/vcuda-memory".into() };
-    let settings = Settings {
-        names,
-        policy: Policy::Pack,
-        bind_timeout: Duration::from_secs(60),
-        expiry: Duration::from_secs(600),
-    };
-    let service = Service::new(testing::client(api_server), settings, Standing::new(Lead::Alone));
-    let gpu = NodeGpu {
-        uuid: GpuUuid::from_bytes([1; 16]),
-        model: "A100".into(),
-        minor: 0,
-        units: 100,
-        numa: None,
-        healthy: true,
-    };
-    let text = NodeGpus::new(vec![gpu], Vec::new()).to_text();
-    let annotations = BTreeMap::from([(annotation::NODE_GPUS.to_owned(), text)]);
-    service.cluster_mut().set_node("node", Some(&annotations));
+    let service = testing::service(api_server);
     service.standing().nodes_read();
     service.standing().pods_read();
     Arc::new(service)
