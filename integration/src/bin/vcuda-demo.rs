@@ -6,6 +6,7 @@
 use std::{
     collections::HashMap,
     fmt::Write as _,
+    fs,
     io::{IsTerminal, Write as _},
     process::ExitCode,
     time::Duration,
@@ -232,8 +233,8 @@ async fn show(arguments: &Arguments) -> Result<bool> {
         page.line(&format!("{:<9}{percent} of the GPU's time, of {} asked for", ask.name, ask.core));
     }
 
-    page.title("inside", &format!("what containerd was told to give {}", PODS[0].name));
-    let inside = Inside::of(&node.cri().info(running[0].id("main")).await?);
+    page.title("inside", &format!("what vcuda gave {}", PODS[0].name));
+    let inside = Inside::of(&node.cri().info(running[0].id("main")).await?)?;
     for line in inside.lines() {
         page.line(&line);
     }
@@ -366,8 +367,8 @@ impl PodSeen {
 }
 
 impl Inside {
-    /// The parts of a container's OCI spec that vcuda put there.
-    fn of(info: &ContainerInfo) -> Self {
+    /// What a running container has of vcuda: by its OCI spec, and by its mounts, which are the hook's.
+    fn of(info: &ContainerInfo) -> Result<Self> {
         let spec = &info.spec;
         let list = |value: &serde_json::Value, key: &str| -> Vec<String> {
             let items = value.as_array().into_iter().flatten();
@@ -380,13 +381,16 @@ impl Inside {
             .filter(|entry| entry.starts_with("LD_") || entry.starts_with("NVIDIA_"))
             .map(String::from)
             .collect();
-        let mounts = list(&spec["mounts"], "destination");
+        let path = format!("/proc/{}/mountinfo", info.pid);
+        let mounted = fs::read_to_string(&path).with_context(|| path.clone())?;
+        // proc_pid_mountinfo(5): the fifth field is the mount point.
+        let points = mounted.lines().filter_map(|line| line.split(' ').nth(4));
         let own = ["/usr/local/vcuda/", "/etc/ld.so.preload", "libcuda.so", "libnvidia-ml.so"];
-        let mounts: Vec<_> =
-            mounts.into_iter().filter(|path| own.iter().any(|part| path.contains(part))).collect();
+        let mounts = points.filter(|point| own.iter().any(|part| point.contains(part)));
+        let mounts = mounts.map(String::from).collect();
         let hooks = spec["hooks"]["createContainer"].as_array().into_iter().flatten();
         let hooks: Vec<_> = hooks.filter_map(|hook| hook["args"][1].as_str()).map(String::from).collect();
-        Self { devices, mounts, env, hooks }
+        Ok(Self { devices, mounts, env, hooks })
     }
 
     fn lines(&self) -> Vec<String> {
