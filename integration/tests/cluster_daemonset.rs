@@ -19,7 +19,8 @@ const INSIDE: &str = "VCUDA_TEST_IN_OWN_MOUNTS";
 const INSTALL: &str = "/usr/local/vcuda";
 
 /// The tools that the manifest asks of its image, beside the shell.
-const TOOLS: [&str; 5] = ["/bin/cp", "/bin/mv", "/bin/rm", "/usr/bin/sha256sum", "/usr/sbin/chroot"];
+const TOOLS: [&str; 6] =
+    ["/bin/cp", "/bin/mv", "/bin/rm", "/bin/sync", "/usr/bin/sha256sum", "/usr/sbin/chroot"];
 
 /// A volume that is propagated both ways needs a root that is a shared mount, as systemd makes it. So the test runs
 /// itself again, in a mount namespace in which it is one, shared with nobody else: all that is mounted ends with it.
@@ -43,7 +44,7 @@ fn again_in_own_mounts(test: &str) {
     assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
-/// The image that an operator builds for the manifests: a shell, five tools, and what `integration/build.sh` makes.
+/// The image that an operator builds for the manifests: a shell, six tools, and what `integration/build.sh` makes.
 fn image(cluster: &Cluster) -> Result<Image> {
     let busybox = cluster.cache().busybox();
     let mut image = Image::debian("local/vcuda:1", "bookworm");
