@@ -21,6 +21,7 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
 };
 use ledger::Policy;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use scheduler::{
     Lead, ResourceNames, Service, Settings, Standing,
     lease::Candidate,
@@ -35,9 +36,9 @@ use vcuda_config::{Exit, in_one_line};
 /// Connections of probes and Prometheus that are open at a time.
 const PROBES_MAX: usize = 64;
 
-/// Connections to the verbs that are open at a time. kube-scheduler has one for each pod that is being bound; a bind
-/// goes on where its connection was closed.
-const CALLERS_MAX: usize = 256;
+/// Connections to the verbs that are open at a time, where the process may have so many files. kube-scheduler has one for
+/// each pod that is being bound, and a burst of pods is bound at once; a bind goes on where its connection was closed.
+const CALLERS_MAX: usize = 4096;
 
 const HELP: &str = "\
 kube-scheduler calls it as an extender, for pods that ask for GPU shares: it says which nodes have GPUs with room,
@@ -253,10 +254,11 @@ async fn serve(
     // `changed` fails when the sender is dropped, which is the sign.
     let stopped = async move { drop(stopped.changed().await) };
     let address = listener.local_addr()?;
+    let callers = CALLERS_MAX.min(open_files() / 2);
     let (Some(certificate), Some(key)) = (&arguments.tls_certificate, &arguments.tls_key) else {
         info!("serves kube-scheduler at http://{address}");
         return Ok(tokio::spawn(
-            axum::serve(Connections::new(listener, CALLERS_MAX), router)
+            axum::serve(Connections::new(listener, callers), router)
                 .with_graceful_shutdown(stopped)
                 .into_future(),
         ));
@@ -266,10 +268,21 @@ async fn serve(
     let listener = TlsListener::new(listener, files, REFRESH)?;
     info!("serves kube-scheduler at https://{address}");
     Ok(tokio::spawn(
-        axum::serve(Connections::new(listener, CALLERS_MAX), router)
+        axum::serve(Connections::new(listener, callers), router)
             .with_graceful_shutdown(stopped)
             .into_future(),
     ))
+}
+
+/// How many files the process may have open, once it has been allowed as many as it may allow itself.
+fn open_files() -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    let all = Rlimit { current: limit.maximum, ..limit };
+    let current = match setrlimit(Resource::Nofile, all) {
+        Ok(()) => limit.maximum,
+        Err(_) => limit.current,
+    };
+    current.and_then(|files| files.try_into().ok()).unwrap_or(usize::MAX)
 }
 
 async fn bind(address: SocketAddr, flag: &str) -> Result<TcpListener> {

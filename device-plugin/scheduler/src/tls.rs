@@ -40,8 +40,8 @@ pub const REFRESH: Duration = Duration::from_secs(60);
 const BACKLOG: usize = 64;
 
 /// Callers that introduce themselves at a time. One more takes the place of the one that has taken longest: anybody can call
-/// and say nothing.
-const STRANGERS_MAX: usize = 64;
+/// and say nothing. A burst of binds may come over so many new connections.
+const STRANGERS_MAX: usize = 512;
 
 /// Where the certificates are.
 #[derive(Clone, Debug)]

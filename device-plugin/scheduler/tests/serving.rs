@@ -13,7 +13,7 @@ use std::{
 };
 
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 use scheduler::tls::{Files, TlsListener};
 use tempfile::TempDir;
 use tokio_rustls::{
@@ -107,6 +107,8 @@ fn before_it_knows_the_cluster_it_lives_is_not_ready_and_says_why() {
 /// Any pod reaches the address of probes, and can open connections there and say nothing.
 #[test]
 fn whoever_holds_connections_open_keeps_nobody_from_asking_and_costs_few_open_files() {
+    let files = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files }).unwrap();
     let folder = TempDir::new().unwrap();
     let (listen, health) = (free_port(), free_port());
     let mut command = Command::new(env!("CARGO_BIN_EXE_vcuda-scheduler"));
@@ -121,13 +123,22 @@ fn whoever_holds_connections_open_keeps_nobody_from_asking_and_costs_few_open_fi
     }
     let open = |pid: u32| fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     let before = open(child.0.id());
-    for (port, most) in [(health, 64), (listen, 256)] {
-        let _idle: Vec<_> =
-            (0..most + 100).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    for (port, most) in [(health, 64), (listen, 4096)] {
+        let mut idle = Vec::new();
+        for n in 0..most + 100 {
+            idle.push(TcpStream::connect(("127.0.0.1", port)).unwrap());
+            if n % 100 == 0 {
+                // Then all before are accepted, and none is lost in the kernel's queue, to be tried again a second later.
+                http(port, "GET /healthz", "").unwrap();
+            }
+        }
         assert!(http(port, "GET /healthz", "").unwrap().starts_with("HTTP/1.1 200"));
-        let now = open(child.0.id());
         // Each that gives way is closed a moment later.
-        assert!(now <= before + most + 16, "{now} open files, {before} before");
+        let start = Instant::now();
+        while open(child.0.id()) > before + most + 1 {
+            assert!(start.elapsed() < PATIENCE, "{} open files, {before} before", open(child.0.id()));
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
     end(&mut child, Signal::TERM);
 }
@@ -298,17 +309,16 @@ async fn strangers_that_do_not_introduce_themselves_give_way() {
     tokio::spawn(axum::serve(listener, router).into_future());
 
     let mut strangers = Vec::new();
-    for _ in 0..70 {
+    for _ in 0..518 {
         strangers.push(tokio::net::TcpStream::connect(address).await.unwrap());
     }
     assert!(call(address, &authority, None).await.unwrap().ends_with("in"));
     // Far below the time that each may take; the last ones are still waited for.
     let mut is_closed = Vec::new();
-    for stranger in &mut strangers {
+    for stranger in &mut strangers[..10] {
         let mut byte = [0];
         let read = tokio::io::AsyncReadExt::read(stranger, &mut byte);
         is_closed.push(tokio::time::timeout(Duration::from_millis(20), read).await.is_ok());
     }
-    assert_eq!(is_closed.iter().filter(|closed| **closed).count(), 7, "{is_closed:?}");
-    assert!(is_closed[..7].iter().all(|closed| *closed));
+    assert_eq!(is_closed, [true, true, true, true, true, true, true, false, false, false]);
 }
