@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use crate::{
     containerd::socket,
     host::{Host, Options},
+    mountinfo::mount_point,
     probe,
     process::{Process, run},
 };
@@ -487,7 +488,7 @@ fn kubelet_config(host: &Host, folder: &Path, port: u16) -> Result<String> {
 fn cgroup_hierarchies() -> Result<Vec<PathBuf>> {
     let text = fs::read_to_string("/proc/self/mountinfo")?;
     let is_cgroup = |line: &&str| line.contains(" - cgroup ") || line.contains(" - cgroup2 ");
-    Ok(text.lines().filter(is_cgroup).filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from).collect())
+    Ok(text.lines().filter(is_cgroup).filter_map(mount_point).map(PathBuf::from).collect())
 }
 
 fn kubeconfig(api: &str, user: &str) -> String {

@@ -16,6 +16,7 @@ pub mod host;
 pub mod image;
 pub mod interrupt;
 pub mod kubelet;
+pub mod mountinfo;
 pub mod node;
 mod plugins;
 pub mod pod;

@@ -13,6 +13,8 @@ use rustix::{
     process::{Pid, Signal, kill_process, test_kill_process},
 };
 
+use crate::mountinfo::mount_point;
+
 /// Folders of nodes are `/tmp/vcuda-node-<pid of the test>-<number>`; sockets below them stay short of the 108
 /// bytes that a Unix socket's path may have.
 pub const FOLDER_PREFIX: &str = "vcuda-node-";
@@ -156,8 +158,7 @@ fn remove_group(group: &Path) {
 /// Mount points below `folder`, innermost first.
 fn mounts_below(folder: &Path) -> Vec<PathBuf> {
     let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    // proc_pid_mountinfo(5): the fifth field is the mount point.
-    let points = text.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    let points = text.lines().filter_map(mount_point).map(PathBuf::from);
     let mut below: Vec<_> = points.filter(|point| point.starts_with(folder)).collect();
     below.reverse();
     below

@@ -7,7 +7,7 @@ use thiserror::Error;
 use vcuda_config::{CORE_PER_GPU, GpuUuid, MEMORY_UNIT_BYTES};
 
 use crate::{
-    Change, Inventory, Ledger, LedgerError, ShareFolder, ShareKind, ShareName, ShareRecord,
+    Change, Inventory, Ledger, LedgerError, Memory, ShareFolder, ShareKind, ShareName, ShareRecord,
     shares::free_beside, timetable,
 };
 
@@ -41,7 +41,7 @@ pub enum ChangeError {
     #[error(
         "{gpu} has {core} core and {} left for it beside its other shares, less than is to be set; \
          ask for less, or make the others smaller first",
-        size(*memory_bytes)
+        Memory(*memory_bytes)
     )]
     NoRoom {
         /// Its GPU.
@@ -78,14 +78,6 @@ pub enum ChangeError {
     /// The folder of shares could not be read or changed.
     #[error(transparent)]
     Ledger(#[from] LedgerError),
-}
-
-/// A size as it can be asked for: in GiB, where it is a whole number of them.
-fn size(bytes: u64) -> String {
-    match bytes.is_multiple_of(1 << 30) {
-        true => format!("{} GiB", bytes >> 30),
-        false => format!("{} MiB", bytes >> 20),
-    }
 }
 
 impl Ledger {

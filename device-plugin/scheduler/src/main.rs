@@ -13,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use axum::Router;
+use axum::{Router, serve::Listener};
 use clap::{ArgAction, CommandFactory, Parser, error::ErrorKind};
 use daemon::{Connections, LogFormat, start_log};
 use kube::{
@@ -257,21 +257,25 @@ async fn serve(
     let callers = CALLERS_MAX.min(open_files() / 2);
     let (Some(certificate), Some(key)) = (&arguments.tls_certificate, &arguments.tls_key) else {
         info!("serves kube-scheduler at http://{address}");
-        return Ok(tokio::spawn(
-            axum::serve(Connections::new(listener, callers), router)
-                .with_graceful_shutdown(stopped)
-                .into_future(),
-        ));
+        return Ok(answer(Connections::new(listener, callers), router, stopped));
     };
     let files =
         Files { certificate: certificate.clone(), key: key.clone(), client_ca: arguments.client_ca.clone() };
     let listener = TlsListener::new(listener, files, REFRESH)?;
     info!("serves kube-scheduler at https://{address}");
-    Ok(tokio::spawn(
-        axum::serve(Connections::new(listener, callers), router)
-            .with_graceful_shutdown(stopped)
-            .into_future(),
-    ))
+    Ok(answer(Connections::new(listener, callers), router, stopped))
+}
+
+/// Answers what comes over `callers` until `stopped` ends, and then what has come before.
+fn answer<L>(
+    callers: Connections<L>,
+    router: Router,
+    stopped: impl Future<Output = ()> + Send + 'static,
+) -> JoinHandle<std::io::Result<()>>
+where
+    L: Listener<Addr = SocketAddr>,
+{
+    tokio::spawn(axum::serve(callers, router).with_graceful_shutdown(stopped).into_future())
 }
 
 /// How many files the process may have open, once it has been allowed as many as it may allow itself.

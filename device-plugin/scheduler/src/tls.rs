@@ -3,7 +3,7 @@
 
 use std::{
     collections::VecDeque,
-    io, mem,
+    io,
     net::SocketAddr,
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
@@ -12,6 +12,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use axum::serve::Listener;
+use daemon::Told;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
@@ -114,7 +115,7 @@ impl TlsListener {
 
 async fn accept(listener: TcpListener, config: Shared, send: mpsc::Sender<Connection>) {
     let mut strangers: VecDeque<AbortHandle> = VecDeque::new();
-    let mut told = false;
+    let mut told = Told::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -122,12 +123,12 @@ async fn accept(listener: TcpListener, config: Shared, send: mpsc::Sender<Connec
         };
         let (stream, from) = match accepted {
             Ok(accepted) => {
-                told = false;
+                told.forget();
                 accepted
             }
             Err(error) => {
                 // Out of file descriptors, most likely: others must end first.
-                if !mem::replace(&mut told, true) {
+                if told.is_news(&error.to_string()) {
                     warn!("a connection could not be accepted, and is tried again: {error}");
                 }
                 sleep(Duration::from_millis(100)).await;

@@ -21,6 +21,7 @@ use integration::{
     host::Options,
     interrupt,
     kubelet::RunningPod,
+    mountinfo::mount_point,
     node::Node,
     pod::{Container, Pod},
     probe::{self, OUT_OF_MEMORY, Report},
@@ -383,8 +384,7 @@ impl Inside {
             .collect();
         let path = format!("/proc/{}/mountinfo", info.pid);
         let mounted = fs::read_to_string(&path).with_context(|| path.clone())?;
-        // proc_pid_mountinfo(5): the fifth field is the mount point.
-        let points = mounted.lines().filter_map(|line| line.split(' ').nth(4));
+        let points = mounted.lines().filter_map(mount_point);
         let own = ["/usr/local/vcuda/", "/etc/ld.so.preload", "libcuda.so", "libnvidia-ml.so"];
         let mounts = points.filter(|point| own.iter().any(|part| point.contains(part)));
         let mounts = mounts.map(String::from).collect();
