@@ -50,6 +50,20 @@ fn a_file_says_what_the_loader_would_ask() {
     assert_eq!((other.imports.len(), other.exports.len()), (2, 0));
 }
 
+/// The loader goes by the last of several entries of one kind, and so what stands before it is nobody's word.
+#[test]
+fn of_two_entries_of_one_kind_the_last_counts() {
+    use goblin::elf::dynamic as dt;
+    let mut bytes = full().make();
+    let at = (0..bytes.len())
+        .step_by(8)
+        .find(|at| bytes[*at..].starts_with(&dt::DT_RUNPATH.to_le_bytes()))
+        .unwrap();
+    bytes[at..at + 8].copy_from_slice(&dt::DT_SONAME.to_le_bytes());
+    let elf = read(&bytes).unwrap();
+    assert_eq!((elf.soname.as_deref(), elf.runpath), (Some("$ORIGIN/../lib"), None));
+}
+
 #[test]
 fn texts_are_read_where_a_file_looks_symbols_up() {
     let facts = Facts::of(&file(&full().make()), Depth::Symbols).unwrap();

@@ -15,8 +15,9 @@ const MAGIC: u32 = 0xba55_ed50;
 const HEADER: usize = 16;
 const PART_HEADER: usize = 32;
 
-/// Parts that are looked at in one file. They repeat: cuBLAS has 1,780 parts, of 11 kinds, all of them in the first 22.
-const MAX_PARTS: usize = 512;
+/// Headers, of fat binaries and of their parts, that are looked at in one file. They repeat: cuBLAS has 1,780 parts, of 11
+/// kinds, all of them in the first 22.
+const MAX_HEADERS: usize = 1_024;
 
 /// Bytes between two fat binaries, for alignment.
 const MAX_GAP: u64 = 64;
@@ -48,35 +49,28 @@ impl GpuCode {
     /// are none.
     pub fn read(file: &File, places: &[(u64, u64)]) -> Option<Self> {
         let mut code = Self::default();
-        let mut parts = 0;
+        let mut left = MAX_HEADERS;
         for (start, length) in places {
-            code.read_place(file, *start, start.saturating_add(*length), &mut parts);
+            code.read_place(file, *start, start.saturating_add(*length), &mut left);
         }
         (!code.compiled.is_empty() || !code.ptx.is_empty()).then_some(code)
     }
 
-    fn read_place(&mut self, file: &File, start: u64, end: u64, parts: &mut usize) -> Option<()> {
+    fn read_place(&mut self, file: &File, start: u64, end: u64, left: &mut usize) -> Option<()> {
         let (mut at, mut gap) = (start, 0);
-        while at + HEADER as u64 <= end && gap <= MAX_GAP {
+        while holds(at, HEADER, end) && gap <= MAX_GAP {
             let header: [u8; HEADER] = bytes(file, at)?;
             if word(&header, 0) != MAGIC {
                 (at, gap) = (at + 8, gap + 8);
                 continue;
             }
             gap = 0;
-            let mut part = at.checked_add(u64::from(half(&header, 6)))?;
+            let mut part = at.checked_add(size(half(&header, 6).into(), HEADER, left)?)?;
             at = part.checked_add(long(&header, 8))?;
-            while part + PART_HEADER as u64 <= at.min(end) {
-                *parts += 1;
-                if *parts > MAX_PARTS {
-                    return None;
-                }
+            while holds(part, PART_HEADER, at.min(end)) {
                 let header: [u8; PART_HEADER] = bytes(file, part)?;
                 self.take(&header);
-                let size = u64::from(word(&header, 4));
-                if size < PART_HEADER as u64 {
-                    return None;
-                }
+                let size = size(word(&header, 4), PART_HEADER, left)?;
                 part = part.checked_add(size)?.checked_add(long(&header, 8))?;
             }
         }
@@ -145,6 +139,17 @@ pub fn compute_capability(model: &str) -> Option<u32> {
     ];
     let mut words = model.split(|c: char| !c.is_ascii_alphanumeric());
     words.find_map(|word| MODELS.iter().find(|(_, models)| models.contains(&word)).map(|(gpu, _)| *gpu))
+}
+
+/// Whether that many bytes at `at` lie before `end`.
+fn holds(at: u64, length: usize, end: u64) -> bool {
+    at.checked_add(length as u64).is_some_and(|at| at <= end)
+}
+
+/// The size that a header says it has, where it can be true and `left` lets one more be looked at.
+fn size(said: u32, least: usize, left: &mut usize) -> Option<u64> {
+    *left = left.checked_sub(1)?;
+    (said as usize >= least).then_some(said.into())
 }
 
 fn bytes<const N: usize>(file: &File, at: u64) -> Option<[u8; N]> {
@@ -227,7 +232,36 @@ mod tests {
         assert_eq!(compute_capability("NVIDIA Something 1000"), None);
     }
 
+    /// A header that says of itself and of what follows that they have no bytes would be read again and again.
+    #[test]
+    fn sizes_that_lead_nowhere_or_around_end_the_reading() {
+        let with = |at: usize, bytes: &[u8]| {
+            let mut binary = [fat_binary(&[(2, 80)], (0, 0)), fat_binary(&[(2, 90)], (0, 0))].concat();
+            binary[at..at + bytes.len()].copy_from_slice(bytes);
+            read(&binary).map(|code| code.compiled)
+        };
+        assert_eq!(with(6, &[16, 0]), Some([80, 90].into()));
+        // Of the fat binary: its header's size, and what follows it.
+        assert_eq!(with(6, &[0; 10]), None);
+        assert_eq!(with(8, &u64::MAX.to_le_bytes()), None);
+        assert_eq!(with(8, &(u64::MAX - 16).to_le_bytes()), Some([80].into()));
+        // The same of its first part.
+        assert_eq!(with(20, &[0; 12]), Some([80].into()));
+        assert_eq!(with(24, &u64::MAX.to_le_bytes()), Some([80].into()));
+        // No end of fat binaries with nothing in them, and then one that would be found.
+        let empty = fat_binary(&[], (0, 0)).repeat(MAX_HEADERS);
+        assert_eq!(read(&[empty, fat_binary(&[(2, 80)], (0, 0))].concat()), None);
+    }
+
     proptest! {
+        #[test]
+        fn any_sizes_are_read_to_an_end(sizes: [u8; 10], part: [u8; 12]) {
+            let mut bytes = fat_binary(&[(2, 80), (1, 90)], (8, 7)).repeat(3);
+            bytes[6..16].copy_from_slice(&sizes);
+            bytes[20..32].copy_from_slice(&part);
+            let _ = read(&bytes);
+        }
+
         #[test]
         fn any_bytes_are_read_to_an_end(tail in proptest::collection::vec(any::<u8>(), 0..400), at in 0..200_usize, value: u8) {
             let mut bytes = [fat_binary(&[(2, 80), (1, 90)], (8, 7)), tail].concat();

@@ -20,6 +20,9 @@ const MAX_FOLDERS: usize = 256;
 /// Files that are read.
 const MAX_FILES: usize = 256;
 
+/// Folders that are listed for patterns; a distribution has one.
+const MAX_LISTS: usize = 32;
+
 /// Most that is read of each.
 pub const MAX_BYTES: u64 = 64 << 10;
 
@@ -29,7 +32,7 @@ const MAX_DEPTH: usize = 8;
 /// The folders that an `ldconfig` would search before its own, in their order. What cannot be read is left out, as
 /// `ldconfig` does.
 pub fn folders<F: Files + ?Sized>(files: &F) -> Vec<PathBuf> {
-    let mut conf = Conf { files, folders: Vec::new(), read: 0 };
+    let mut conf = Conf { files, folders: Vec::new(), read: 0, listed: 0 };
     conf.read(Path::new(CONF), MAX_DEPTH);
     conf.folders
 }
@@ -38,6 +41,7 @@ struct Conf<'a, F: ?Sized> {
     files: &'a F,
     folders: Vec<PathBuf>,
     read: usize,
+    listed: usize,
 }
 
 impl<F: Files + ?Sized> Conf<'_, F> {
@@ -75,6 +79,10 @@ impl<F: Files + ?Sized> Conf<'_, F> {
         if !name.as_bytes().iter().any(|byte| b"*?[".contains(byte)) {
             return self.read(&pattern, depth - 1);
         }
+        if self.read == MAX_FILES || self.listed == MAX_LISTS {
+            return;
+        }
+        self.listed += 1;
         let mut names = self.files.list(folder).unwrap_or_default();
         // glob(3) sorts, and leaves hidden ones to patterns that begin with a dot.
         names.sort();
@@ -127,10 +135,16 @@ fn matches(pattern: &[u8], name: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink};
+    use std::{cell::Cell, ffi::OsString, fs, os::unix::fs::symlink};
 
     use super::*;
-    use crate::rootfs::Rootfs;
+    use crate::{
+        compat::{
+            elf::Depth,
+            files::{Facts, Trouble},
+        },
+        rootfs::Rootfs,
+    };
 
     fn folders_of(files: &[(&str, &str)]) -> Vec<String> {
         let root = tempfile::tempdir().unwrap();
@@ -180,6 +194,39 @@ mod tests {
         fs::remove_file(at("ld.so.conf")).unwrap();
         symlink("ld.so.conf", at("ld.so.conf")).unwrap();
         assert!(folders(&Rootfs::open(root.path()).unwrap()).is_empty());
+    }
+
+    /// Files of which it is counted how often a folder is listed.
+    struct Counted(Rootfs, Cell<usize>);
+
+    impl Files for Counted {
+        fn look(&self, path: &Path, depth: Depth) -> Result<Option<Facts>, Trouble> {
+            self.0.look(path, depth)
+        }
+
+        fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Trouble> {
+            Files::read(&self.0, path, limit)
+        }
+
+        fn list(&self, path: &Path) -> Result<Vec<OsString>, Trouble> {
+            self.1.set(self.1.get() + 1);
+            Files::list(&self.0, path)
+        }
+
+        fn real(&self, path: &Path) -> Result<Option<PathBuf>, Trouble> {
+            self.0.real(path)
+        }
+    }
+
+    #[test]
+    fn few_folders_are_listed_however_many_patterns_there_are() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("etc")).unwrap();
+        let patterns = "include /etc/*none*\n".repeat(3_000);
+        fs::write(root.path().join("etc/ld.so.conf"), format!("/opt/a\n{patterns}/opt/b\n")).unwrap();
+        let files = Counted(Rootfs::open(root.path()).unwrap(), Cell::new(0));
+        assert_eq!(folders(&files), ["/opt/a", "/opt/b"].map(PathBuf::from));
+        assert_eq!(files.1.get(), MAX_LISTS);
     }
 
     #[test]

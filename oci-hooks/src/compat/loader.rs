@@ -52,6 +52,9 @@ fn tokens(machine: u16) -> [(&'static str, &'static [&'static str]); 2] {
 /// Folders that one search path may name; more is no honest one.
 const MAX_FOLDERS: usize = 256;
 
+/// Entries of the cache that one name may have: one for each kind of processor.
+const MAX_CACHED: usize = 64;
+
 /// Longest folder in which tokens are replaced (`PATH_MAX`).
 const MAX_FOLDER_BYTES: usize = 4096;
 
@@ -121,7 +124,7 @@ impl<'a, F: Files + ?Sized> Loader<'a, F> {
         }
         // An unreadable cache is an empty one to the loader.
         if let Ok(cache) = self.load_cache() {
-            for path in cache.find(name.as_bytes()) {
+            for path in cache.find(name.as_bytes()).take(MAX_CACHED) {
                 if let Some(found) = self.take(Path::new(OsStr::from_bytes(path)), By::Cache)? {
                     return Ok(Some(found));
                 }

@@ -152,7 +152,8 @@ impl<'a> Reader<'a> {
     }
 
     fn dynamic(&self) -> Result<Option<Dynamic>, ElfError> {
-        let Some(segment) = self.segments.iter().find(|segment| segment.p_type == PT_DYNAMIC) else {
+        // Of several the loader goes by the last.
+        let Some(segment) = self.segments.iter().rfind(|segment| segment.p_type == PT_DYNAMIC) else {
             return Ok(None);
         };
         if segment.p_filesz > MAX_DYNAMIC_BYTES {
@@ -427,8 +428,9 @@ impl<'a> Reader<'a> {
 struct Entries<'a>(&'a [Dyn]);
 
 impl Entries<'_> {
+    /// Of several with one tag the loader goes by the last (glibc's `elf_get_dynamic_info`).
     fn value(&self, tag: u64) -> Option<u64> {
-        self.0.iter().find(|entry| entry.d_tag == tag).map(|entry| entry.d_val)
+        self.0.iter().rfind(|entry| entry.d_tag == tag).map(|entry| entry.d_val)
     }
 }
 
