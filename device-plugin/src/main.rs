@@ -21,7 +21,7 @@ use device_plugin::{
     migrate::{self, Checkpoint, Migration},
     node::Node,
     plugin,
-    set::{self, PodName, memory_units},
+    set::{self, PodName, memory_units, percent},
     status::Status,
     top::Top,
 };
@@ -121,13 +121,13 @@ struct Set {
 #[group(required = true, multiple = true)]
 struct Amounts {
     /// Percent of the GPU's compute time, 1 to 99
-    #[arg(long, value_name = "PERCENT")]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
     core: Option<u32>,
     /// Device memory: a multiple of 256MiB, such as 16GiB, or a number of units of 256 MiB, such as 64
     #[arg(long, value_name = "SIZE", value_parser = memory_units)]
     memory: Option<NonZeroU32>,
     /// Percent that it may use while others leave it idle, from its core to 100
-    #[arg(long, value_name = "PERCENT")]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
     core_limit: Option<u32>,
 }
 
@@ -164,7 +164,7 @@ struct Explain {
     #[arg(value_name = "POD", conflicts_with_all = ["core", "memory", "policy"])]
     pod: Option<String>,
     /// Core of the request that is explained: 1 to 99 percent of one GPU, or a multiple of 100
-    #[arg(long, value_name = "PERCENT")]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
     core: Option<u32>,
     /// Memory of the request: a multiple of 256MiB, such as 8GiB, or a number of units of 256 MiB, such as 32
     #[arg(long, value_name = "SIZE", value_parser = memory_units)]
@@ -189,7 +189,7 @@ struct Run {
     /// This node's name in the cluster; the host's name if it is not given
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     node_name: Option<String>,
-    /// How to write the log; what to write is set by RUST_LOG, such as `info` or `device_plugin=debug`
+    /// How to write the log, text if it is not given; what to write is set by RUST_LOG, such as `info` or `device_plugin=debug`
     #[arg(long, value_enum, value_name = "FORMAT")]
     log_format: Option<LogFormat>,
 }

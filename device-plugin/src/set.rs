@@ -217,6 +217,15 @@ impl fmt::Display for PodName {
     }
 }
 
+/// A percentage, or a multiple of 100 for whole GPUs, in a text. Which of them can be, is up to what it is for.
+///
+/// # Errors
+///
+/// A text for the command line.
+pub fn percent(text: &str) -> Result<u32, String> {
+    text.parse().map_err(|_| "must be a whole number of percent, without a sign, such as 20".into())
+}
+
 /// Units of 256 MiB in a text: a size such as `16GiB` or `4096MiB`, or their number, as a pod asks for them.
 ///
 /// # Errors
@@ -395,6 +404,10 @@ mod tests {
         ] {
             let error = memory_units(odd).unwrap_err();
             assert!(error.contains(said), "{odd}: {error}");
+        }
+        assert_eq!((percent("20"), percent("300")), (Ok(20), Ok(300)));
+        for odd in ["abc", "20%", "1.5", "-1", "", "4294967296"] {
+            assert!(percent(odd).unwrap_err().contains("such as 20"), "{odd}");
         }
         for odd in ["train", "/train", "ns/", "a/b/c", ""] {
             assert!(odd.parse::<PodName>().is_err(), "{odd}");

@@ -104,7 +104,8 @@ struct Hook {
 pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path>) -> NodeReport {
     let paths = &file.paths;
     let mut findings = Vec::new();
-    // First, since nothing else lets a share start while they are down.
+    let installed = check_installed(paths, &mut findings);
+    // First of what is installed, since nothing else lets a share start while they are down.
     let mut unknown = !check_daemons(paths, &mut findings);
 
     let driver = match Driver::find(&paths.driver_root, None) {
@@ -122,9 +123,11 @@ pub fn check(file: &NodeFile, containerd: &Path, containerd_config: Option<&Path
             None
         }
     };
-    check_shim(paths, driver.as_ref(), &mut findings);
-    check_hook(paths, &mut findings);
-    check_owners(paths, &mut findings);
+    if installed {
+        check_shim(paths, driver.as_ref(), &mut findings);
+        check_hook(paths, &mut findings);
+        check_owners(paths, &mut findings);
+    }
     check_spec(paths, &mut findings);
     let gpus = check_inventory(paths, &mut findings);
     let settings = containerd::ask(containerd, containerd_config);
@@ -221,6 +224,24 @@ impl Daemon {
             self.unit, self.container
         )
     }
+}
+
+/// Whether there is a folder of vcuda's at all.
+fn check_installed(paths: &Paths, findings: &mut Vec<Finding>) -> bool {
+    let installed = paths.install.is_dir();
+    if !installed {
+        findings.push(
+            Finding::refuse(
+                "not-installed",
+                "there is no such folder",
+                "its programs and the shim are to be in it",
+                "copy bin and lib of `integration/build.sh` into it, or run the DaemonSet, which does that; \
+                 or correct paths.install in the node file",
+            )
+            .at(&paths.install),
+        );
+    }
+    installed
 }
 
 /// By what they hold and leave while they run. False where it cannot be told.

@@ -140,6 +140,8 @@ fn whatever_is_missing_is_named() {
         ["kubelet-socket-missing"]
     );
     assert_eq!(without(|node| fs::remove_dir_all(&node.file.paths.cdi).unwrap()), ["cdi-spec-missing"]);
+    let ids = without(|node| fs::remove_dir_all(&node.file.paths.install).unwrap());
+    assert_eq!(ids, ["not-installed", "cdi-spec-stale", "cdi-spec-stale"]);
     let ids = without(|node| fs::remove_file(node.file.paths.hook()).unwrap());
     assert_eq!(ids, ["hook-missing", "cdi-spec-stale", "cdi-spec-stale"]);
 }
@@ -306,6 +308,7 @@ fn every_finding_says_what_where_why_and_what_to_do() {
     let mut findings = check(&file, &containerd, None).findings;
     findings.extend(check(&file, Path::new("/no/containerd"), None).findings);
     for id in [
+        "not-installed",
         "nri-plugin-down",
         "device-plugin-down",
         "driver-missing",

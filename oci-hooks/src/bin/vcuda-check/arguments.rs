@@ -7,10 +7,17 @@ use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use oci_hooks::compat::start::Command;
 use vcuda_config::{Exit, NodeFile};
 
+/// What could not be told.
+const OPEN: &str = "it could not be told, or the arguments are wrong; standard error or the report says why";
+
 /// What the help says of exit codes.
 fn codes() -> String {
-    let open = "it could not be told, or the arguments are wrong; standard error or the report says why";
-    Exit::help_of_check("it fits", "it does not", open)
+    Exit::help_of_check("it fits", "it does not", OPEN)
+}
+
+/// The same of a command that judges nothing.
+fn list_codes() -> String {
+    format!("Exit codes:\n  0  listed, whatever became of the images\n  2  {OPEN}")
 }
 
 /// Says whether an image can run with a share of a GPU, from its files alone, and whether a node can give it one.
@@ -76,7 +83,7 @@ pub(super) enum What {
         common: Common,
     },
     /// List the images with shares that this node has seen, and how they fared.
-    #[command(after_help = codes())]
+    #[command(after_help = list_codes())]
     List {
         /// Write metrics, as node_exporter's textfile collector reads them.
         #[arg(long, conflicts_with = "output")]
