@@ -24,16 +24,22 @@ triple=x86_64-unknown-linux-gnu
 
 say() { styled 2 "build: $*" >&2; }
 
-say "demo and simulated driver's daemon"
-cargo build -q --profile "$profile" --bins -p sim-gpud -p integration
+# step N WHAT COMMAND...: cargo with those arguments; on a terminal it draws how far it is.
+quiet=-q
+[ -t 2 ] && quiet=
+step() {
+    local what="$1 of 3, $2" subcommand=$3
+    say "$what"
+    working "build: $what" cargo "$subcommand" $quiet --profile "$profile" "${@:4}"
+}
+
+step 1 "demo and simulated driver's daemon" build --bins -p sim-gpud -p integration
 
 # A hook that is not static would take LD_PRELOAD and the loader's configuration from the image it is run for.
-say "static hook"
-RUSTFLAGS="-C target-feature=+crt-static" cargo build -q --profile "$profile" -p oci-hooks --bin vcuda-hook \
+RUSTFLAGS="-C target-feature=+crt-static" step 2 "static hook" build -p oci-hooks --bin vcuda-hook \
     --target $triple --target-dir "$target/static"
 
-say "daemons, tools, shim, simulated driver, test programs"
-cargo zigbuild -q --profile "$profile" --target $triple.2.17 --target-dir "$target/floor" \
+step 3 "daemons, tools, shim, simulated driver, test programs" zigbuild --target $triple.2.17 --target-dir "$target/floor" \
     -p device-plugin -p scheduler -p nri-plugin -p cdi-generator -p oci-hooks \
     -p vcuda-preload -p sim-cuda -p sim-nvml -p cuda-probe
 

@@ -5,6 +5,20 @@ styled() {
     if [ -t 1 ]; then printf '\033[%sm%s\033[0m\n' "$1" "$2"; else printf '%s\n' "$2"; fi
 }
 
+# working WHAT COMMAND...: runs it. Where nobody sees what cargo draws on a terminal, a line tells every half minute that it is at work.
+working() {
+    local what=$1 begun=$SECONDS ticker status=0
+    shift
+    while sleep 30 </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        styled 2 "$what: $((SECONDS - begun)) s so far" >&2
+    done &
+    ticker=$!
+    "$@" || status=$?
+    kill "$ticker" 2>/dev/null
+    wait "$ticker" 2>/dev/null
+    return "$status"
+}
+
 # usage KNOWN ARGUMENT...: -h and --help print the comment at the head of the script and end it; an argument that is not among
 # the words of KNOWN is an error. A word with a = is an option with a value, of its own or after a =: one of those that the
 # word lists after it, as in --output=text|json, a whole number from 1 on for N, or any where it lists none.

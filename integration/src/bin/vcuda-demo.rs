@@ -170,6 +170,11 @@ impl Ask {
     }
 }
 
+/// Device memory of the GPU that the pods share.
+fn needed_bytes() -> u64 {
+    PODS.iter().map(Ask::memory_bytes).sum()
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     match interrupt::run(show(&arguments)) {
@@ -204,6 +209,11 @@ async fn show(arguments: &Arguments) -> Result<bool> {
         page.line(&format!("{}  {}  {}", short(&gpu.uuid), gpu.name, size(gpu.memory_bytes)));
     }
     let [core, memory] = node.vcuda.resources();
+    anyhow::ensure!(
+        gpus.iter().any(|gpu| gpu.memory_bytes >= needed_bytes()),
+        "no GPU here has the {} that two of the demo's pods ask for together; run `integration/demo --driver simulated`",
+        size(needed_bytes())
+    );
     let offer = format!(
         "offers {} {core} and {} {memory}",
         node.kubelet.allocatable(&core),
