@@ -6,7 +6,8 @@
 #   integration/apt.sh unpack FOLDER RELEASE PACKAGE...   # lay the packages' files into FOLDER; no script of theirs runs
 #   integration/apt.sh mirror                             # print the mirror
 #
-# The lists are below VCUDA_CACHE, or ~/.cache/vcuda. A release that they lack makes them be read again.
+# The lists are below VCUDA_CACHE, or ~/.cache/vcuda. They are read again for a release that they lack, and where the mirror has
+# replaced what they name, as it does all the time in the releases that are not stable yet.
 set -euo pipefail
 
 die() { printf 'apt: %s\n' "$*" >&2; exit 1; }
@@ -55,7 +56,8 @@ unpack() {
     update "$release"
     archives=$(mktemp -d "$folder/.archives.XXXXXX")
     trap 'rm -rf "$archives"' EXIT
-    (cd "$archives" && apt-get "${options[@]}" download -qq "${@/%//$release}") >&2 ||
+    download() { (cd "$archives" && apt-get "${options[@]}" download -qq "${@/%//$release}") >&2; }
+    download "$@" || { rm -rf "$root"/{updated,state/lists} && update "$release" && download "$@"; } ||
         die "$* of $release cannot be fetched; run it again"
     for archive in "$archives"/*.deb; do dpkg-deb -x "$archive" "$folder"; done
 }
