@@ -6,10 +6,11 @@ mod books;
 mod connection;
 mod events;
 mod failures;
+mod settle;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    mem,
+    future, mem,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -30,13 +31,14 @@ use tokio::{
     time::{self, MissedTickBehavior},
 };
 use tracing::{debug, info, warn};
-use vcuda_config::{GpuUuid, NodeGpus, Resources, annotation};
+use vcuda_config::{GpuUuid, NodeGpus, PodPlacement, Resources, annotation};
 
 pub(crate) use self::events::{Events, Said};
 
 use self::{
     books::{Containers, PodOnNode},
     failures::{Failures, in_words, is_forbidden},
+    settle::Settle,
 };
 use crate::expected::Expected;
 
@@ -124,6 +126,10 @@ struct Session {
     /// Where the shares of this node's pods are, as it was read last; none where something may have changed since. A
     /// node tells of many events of its pods, and of few changes of their shares.
     bound: Option<BTreeMap<String, Containers>>,
+    /// Says when pods are to be told where their shares are.
+    settle: Settle,
+    /// Pods that are still to be told of those that had shares then, by the UID that kubelet knows them by.
+    untold: Vec<String>,
     /// Everything was once as it should be.
     in_step: bool,
     told_cordon: Option<String>,
@@ -141,6 +147,8 @@ impl Session {
             pods: BTreeMap::new(),
             pods_read: false,
             bound: None,
+            settle: Settle::default(),
+            untold: Vec::new(),
             in_step: false,
             told_cordon: None,
         }
@@ -163,19 +171,29 @@ impl Session {
                 // Their senders live as long as this process.
                 Ok(()) = ports.gpus.changed() => Ok(()),
                 Ok(()) = ports.shares.changed() => {
-                    self.bound = None;
+                    self.compare();
                     Ok(())
                 }
                 _ = tick.tick() => {
-                    self.bound = None;
+                    self.compare();
                     Ok(())
                 }
+                () = self.settle.settled(), if self.pods_read => {
+                    self.untold = self.bound.iter().flat_map(|bound| bound.keys().cloned()).collect();
+                    Ok(())
+                }
+                // One at a time: who is placed meanwhile is heard of in between.
+                () = future::ready(()), if !self.untold.is_empty() => Ok(()),
             };
             let wanted = ports.gpus.borrow_and_update().clone();
             let written = async {
                 done?;
                 self.write_node(wanted).await?;
-                self.write_pods(&ports.expect).await
+                self.tell_expected(&ports.expect).await;
+                match self.untold.pop() {
+                    Some(uid) => self.write_pod(&uid).await,
+                    None => Ok(()),
+                }
             };
             if let Err(error) = written.await {
                 return error;
@@ -229,6 +247,9 @@ impl Session {
             Event::Init => self.pods.clear(),
             Event::InitApply(pod) | Event::Apply(pod) => {
                 if let Some((uid, pod)) = PodOnNode::read(&pod, &self.names) {
+                    if self.correction(&uid, &pod).is_some() {
+                        self.settle.stir();
+                    }
                     self.pods.insert(uid, pod);
                 }
             }
@@ -267,20 +288,30 @@ impl Session {
         Ok(())
     }
 
-    /// Notes which containers are to come, and writes on pods where the node has put their shares, where they do not say so yet.
-    async fn write_pods(&mut self, expect: &watch::Sender<Arc<Vec<Expected>>>) -> anyhow::Result<()> {
+    /// Has shares read anew, and compared with what pods say once nothing more comes.
+    fn compare(&mut self) {
+        self.bound = None;
+        self.settle.stir();
+    }
+
+    /// What `pod` should say and does not.
+    fn correction(&self, uid: &str, pod: &PodOnNode) -> Option<PodPlacement> {
+        let containers = self.bound.as_ref()?.get(uid)?;
+        books::corrected(pod.placement.as_ref(), containers)
+    }
+
+    /// Notes which containers are to come.
+    async fn tell_expected(&mut self, expect: &watch::Sender<Arc<Vec<Expected>>>) {
         if !self.pods_read {
-            return Ok(());
+            return;
         }
         if self.bound.is_none() {
             let folder = self.shares.clone();
             // What cannot be read now is read at the next event.
-            let Ok(Ok(shares)) = task::spawn_blocking(move || Shares::read(&folder)).await else {
-                return Ok(());
-            };
+            let Ok(Ok(shares)) = task::spawn_blocking(move || Shares::read(&folder)).await else { return };
             self.bound = Some(books::by_pod(&shares));
         }
-        let Some(bound) = &self.bound else { return Ok(()) };
+        let Some(bound) = &self.bound else { return };
         let expected = books::expected(&self.pods, bound);
         expect.send_if_modified(|last| {
             let changed = **last != expected;
@@ -289,40 +320,41 @@ impl Session {
             }
             changed
         });
-        for (uid, containers) in bound {
-            let Some(pod) = self.pods.get_mut(uid) else { continue };
-            let Some(placement) = books::corrected(pod.placement.as_ref(), containers) else { continue };
-            let text = placement.to_string();
-            // The UID makes it fail where another pod has the name by now.
-            let change = json!({ "metadata": {
-                "uid": pod.api_uid,
-                "annotations": { annotation::PLACEMENT: &text },
-            } });
-            let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
-            // Through the status, for which less access is needed: kubelet's own will do.
-            let (params, change) = (PatchParams::default(), Patch::Merge(&change));
-            match connection::answer(pods.patch_status(&pod.name, &params, &change)).await? {
-                Ok(_) => {
-                    debug!(pod = format!("{}/{}", pod.namespace, pod.name), text, "placement written");
+    }
+
+    /// Writes on a pod where the node has put its shares, if it does not say so yet.
+    async fn write_pod(&mut self, uid: &str) -> anyhow::Result<()> {
+        let Some(pod) = self.pods.get(uid) else { return Ok(()) };
+        let Some(placement) = self.correction(uid, pod) else { return Ok(()) };
+        let text = placement.to_string();
+        // The UID makes it fail where another pod has the name by now.
+        let change = json!({ "metadata": {
+            "uid": pod.api_uid,
+            "annotations": { annotation::PLACEMENT: &text },
+        } });
+        let named = format!("{}/{}", pod.namespace, pod.name);
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
+        // Through the status, for which less access is needed: kubelet's own will do.
+        let (params, change) = (PatchParams::default(), Patch::Merge(&change));
+        match connection::answer(pods.patch_status(&pod.name, &params, &change)).await? {
+            Ok(_) => {
+                debug!(pod = named, text, "placement written");
+                if let Some(pod) = self.pods.get_mut(uid) {
                     pod.placement = Some(placement);
                 }
-                // It is gone, or another has its name, which is answered as an attempt to change its UID (422,
-                // `ValidateObjectMetaAccessorUpdate` in Kubernetes' objectmeta.go); the watch will tell.
-                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409 | 422) => {
-                    debug!(
-                        pod = format!("{}/{}", pod.namespace, pod.name),
-                        status.message, "placement not written"
-                    );
-                }
-                Err(error) => {
-                    return Err(anyhow::Error::from(error).context(format!(
-                        "pod {}/{}: its annotation cannot be written",
-                        pod.namespace, pod.name
-                    )));
-                }
+                Ok(())
+            }
+            // It is gone, or another has its name, which is answered as an attempt to change its UID (422,
+            // `ValidateObjectMetaAccessorUpdate` in Kubernetes' objectmeta.go); the watch will tell.
+            Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409 | 422) => {
+                debug!(pod = named, status.message, "placement not written");
+                Ok(())
+            }
+            Err(error) => {
+                Err(anyhow::Error::from(error)
+                    .context(format!("pod {named}: its annotation cannot be written")))
             }
         }
-        Ok(())
     }
 }
 
@@ -395,12 +427,12 @@ mod tests {
         .unwrap();
         let (uid, pod) = PodOnNode::read(&pod, &session.names).unwrap();
         let gpu = GpuUuid::from_bytes([1; 16]);
+        let known = uid.clone();
         session.bound = Some(BTreeMap::from([(
             uid.clone(),
             Containers { since: 1, gpus: BTreeMap::from([("main".into(), vec![gpu])]) },
         )]));
         session.pods.insert(uid, pod);
-        session.pods_read = true;
-        session.write_pods(&watch::Sender::default()).await.unwrap();
+        session.write_pod(&known).await.unwrap();
     }
 }
