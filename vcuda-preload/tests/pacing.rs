@@ -36,6 +36,7 @@ fn assert_held(model: &Model, since: Instant, longest_ns: u64, processes: u64) {
         rate_permille: 200,
         charge_permille: 1000,
         refund_ns: 0,
+        governed: false,
     };
     let most = terms.most_in(window, longest_ns) + (1 + processes) * longest_ns;
     let busy = model.busy_ns(0);

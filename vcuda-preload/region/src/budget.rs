@@ -27,6 +27,12 @@ const MAX_DEBT_NS: u64 = 300_000_000_000;
 /// GPU time that a share may catch up, if it came too late to use it in its slots; or one launch, if that is longer.
 const CREDIT_NS: u64 = SLOT_NS;
 
+/// The same where a governor sets right what neighbours' time cost; or two launches. What is charged too much in one period is
+/// made up for over many, at the end of slots, where there is room for a launch or not. With less, a share that has work all
+/// the time would lose it again before it could use it. Where nobody makes up for it, what lasts out of the slots because
+/// there is credit for it costs more than it brings.
+const GOVERNED_CREDIT_NS: u64 = 10 * SLOT_NS;
+
 /// GPU time that a used-up budget must have again before work goes on, where the budget and not the slots ends it. If
 /// launches went as soon as it has room for one, each would be measured by itself, and charged from its mark to its launch.
 const REST_NS: u64 = SLOT_NS;
@@ -50,6 +56,8 @@ pub struct Terms {
     pub charge_permille: u32,
     /// What has come off the container's debt so far, in nanoseconds of GPU time.
     pub refund_ns: u64,
+    /// A governor sets right what is charged.
+    pub governed: bool,
 }
 
 impl Pace {
@@ -61,6 +69,7 @@ impl Pace {
             rate_permille: self.rate_permille(now_ns),
             charge_permille: self.charge_permille(),
             refund_ns: self.refund_ns,
+            governed: self.is_leased(now_ns),
         }
     }
 }
@@ -97,7 +106,8 @@ impl Terms {
     /// How far behind the clock it can be, for work of `estimate_ns`: what has not been used longer ago is gone.
     fn behind(&self, estimate_ns: u64) -> u64 {
         let period = self.period();
-        (estimate_ns.clamp(CREDIT_NS, period) * 1000 / self.rate()).min(period)
+        let (credit, launches) = if self.governed { (GOVERNED_CREDIT_NS, 2) } else { (CREDIT_NS, 1) };
+        (estimate_ns.saturating_mul(launches).clamp(credit, period) * 1000 / self.rate()).min(period)
     }
 
     /// The most GPU time that can be used within `window_ns` by launches that are thought to take up to `estimate_ns`,
@@ -327,7 +337,14 @@ mod tests {
     }
 
     fn terms(rate_permille: u32) -> Terms {
-        Terms { slots: Slots::ALL, slot_ns: SLOT_NS, rate_permille, charge_permille: 1000, refund_ns: 0 }
+        Terms {
+            slots: Slots::ALL,
+            slot_ns: SLOT_NS,
+            rate_permille,
+            charge_permille: 1000,
+            refund_ns: 0,
+            governed: false,
+        }
     }
 
     #[test]
@@ -428,6 +445,25 @@ mod tests {
     }
 
     #[test]
+    fn what_a_governor_gives_back_lasts_for_ten_slots_or_two_launches() {
+        let (_folder, usage) = usage();
+        let budget = usage.budget(0).unwrap();
+        let now = 50 * PERIOD_NS;
+        for (governed, estimate, credit) in
+            [(false, MS / 10, MS), (true, MS / 10, 10 * MS), (true, 9 * MS, 18 * MS)]
+        {
+            let terms = Terms { governed, ..terms(500) };
+            usage.file().gpus[0].next_ns.store(0, Relaxed);
+            let mut all = 0;
+            while budget.take(now, &terms, estimate, &mut false).is_ok() {
+                all += estimate;
+            }
+            // The burst, the credit, and the one that uses it up.
+            assert_eq!(all / estimate, (25 * MS + credit) / estimate + 1, "{governed} {estimate}");
+        }
+    }
+
+    #[test]
     fn a_process_that_died_at_work_is_counted_once() {
         let (_folder, usage) = usage();
         let me = usage.claim().unwrap();
@@ -458,10 +494,12 @@ mod tests {
         fn in_any_window_a_container_gets_its_rate_and_the_stated_burst(
             rate in 1..=1000_u32,
             times in 1..=20_u64,
+            governed: bool,
             steps in prop::collection::vec((0..30_000_000_u64, 1..40_000_000_u64, 0..400_u64), 1..120),
         ) {
             let (_folder, usage) = usage();
-            let (budget, terms) = (usage.budget(0).unwrap(), Terms { slot_ns: times * SLOT_NS, ..terms(rate) });
+            let terms = Terms { slot_ns: times * SLOT_NS, governed, ..terms(rate) };
+            let budget = usage.budget(0).unwrap();
             let mut now = 77 * PERIOD_NS;
             let mut longest = 0;
             let mut done: Vec<(u64, u64)> = Vec::new();
@@ -516,6 +554,7 @@ mod tests {
                 rate_permille: rate,
                 charge_permille: charge,
                 refund_ns: estimate,
+                governed: open % 2 == 0,
             };
             words.refunded_ns.store(start, Relaxed);
             if let Err(wait) = budget.take(now, &terms, estimate, &mut false) {

@@ -108,7 +108,8 @@ impl Pace {
         }
     }
 
-    fn is_leased(&self, now_ns: u64) -> bool {
+    /// Whether the node has lately said how the container may go on.
+    pub(crate) fn is_leased(&self, now_ns: u64) -> bool {
         now_ns < self.lease.until_ns
     }
 }

@@ -130,6 +130,20 @@ impl Slots {
         (u64::from(turned.trailing_ones()) * slot_ns).saturating_sub(now_ns % slot_ns)
     }
 
+    /// How much of the time from `from_ns` to `until_ns`, in nanoseconds, is in these slots of `slot_ns`; 0 if it ends before it
+    /// begins.
+    pub fn within(self, from_ns: u64, until_ns: u64, slot_ns: u64) -> u64 {
+        let period = slot_ns * u64::from(SLOTS);
+        // From the beginning of all time.
+        let before = |at_ns: u64| {
+            let slot = Self::at(at_ns, slot_ns);
+            let whole = self.intersection(Self::first(slot)).count();
+            let part = if self.contains(slot) { at_ns % slot_ns } else { 0 };
+            (at_ns / period * u64::from(self.count()) + u64::from(whole)) * slot_ns + part
+        };
+        before(until_ns).saturating_sub(before(from_ns))
+    }
+
     /// The longest time in a row, in nanoseconds, where slots last `slot_ns`; no end if these are all slots.
     pub fn longest_ns(self, slot_ns: u64) -> u64 {
         if self == Self::ALL {
@@ -226,6 +240,20 @@ mod tests {
         assert_eq!(Slots::place(15, taken), None);
         assert_eq!(Slots::place(100, Slots::NONE), Some(Slots::ALL));
         assert_eq!(Slots::place(0, Slots::ALL), Some(Slots::NONE));
+    }
+
+    #[test]
+    fn time_within_slots_is_theirs_and_no_more() {
+        let slots = Slots::from_bits(1 << 99 | 0b110);
+        let second = 40 * PERIOD_NS;
+        let within = |from: u64, until: u64| slots.within(second + from, second + until, SLOT_NS);
+        assert_eq!(within(0, SLOT_NS), 0);
+        assert_eq!(within(SLOT_NS + 7, 2 * SLOT_NS + 5), SLOT_NS - 2);
+        assert_eq!(within(SLOT_NS / 2, 50 * SLOT_NS), 2 * SLOT_NS);
+        assert_eq!(within(99 * SLOT_NS + 3, 101 * SLOT_NS + 3), SLOT_NS, "over the end of a period");
+        assert_eq!(within(5, 5 + 3 * PERIOD_NS), 9 * SLOT_NS);
+        assert_eq!((within(9, 3), Slots::NONE.within(0, u64::MAX, SLOT_NS)), (0, 0));
+        assert_eq!(Slots::ALL.within(7, u64::MAX, SLOT_NS), u64::MAX - 7);
     }
 
     proptest! {

@@ -26,6 +26,7 @@ const HALF: Terms = Terms {
     rate_permille: 500,
     charge_permille: 1000,
     refund_ns: 0,
+    governed: false,
 };
 const TASK: &str = "REGION_TEST_TASK";
 const FILE: &str = "REGION_TEST_FILE";

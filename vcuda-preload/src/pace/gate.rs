@@ -40,6 +40,9 @@ const UNSURE_PATIENCE_NS: u64 = 1_000_000_000;
 /// So long a launch waits for a budget that queued work without an end uses up: the same.
 const LONG_PATIENCE_NS: u64 = 5_000_000_000;
 
+/// Launches beside others that a function's time is the mean of.
+const MEAN_OF: u32 = 64;
+
 /// Functions whose times are remembered.
 const FUNCTIONS: usize = 512;
 
@@ -123,6 +126,15 @@ struct Function {
     ns: u64,
     /// Nanoseconds from its start to its end, which is longer where others run beside it.
     wall_ns: u64,
+}
+
+/// A batch that lasted longer than the slots in which it began.
+#[derive(Clone, Copy, Debug)]
+struct Beyond {
+    /// How much of its time was within its container's slots.
+    within_ns: u64,
+    /// The longest row of them.
+    row_ns: u64,
 }
 
 /// A launch that wants to go.
@@ -457,7 +469,11 @@ impl Gate {
             let beside = self.under_way().any(|(_, other)| other.lane != batch.lane)
                 || (around.others)().is_some_and(|since| since < end);
             let Terms { slots, slot_ns, .. } = *around.terms;
-            let beyond = slots.left_from(batch.begun_ns, slot_ns) < end.saturating_sub(batch.begun_ns);
+            let left = slots.left_from(batch.begun_ns, slot_ns);
+            let beyond = (left < end.saturating_sub(batch.begun_ns)).then(|| Beyond {
+                within_ns: slots.within(batch.begun_ns, end, slot_ns),
+                row_ns: slots.longest_ns(slot_ns),
+            });
             self.learn(&batch, end, beside, beyond);
             self.ended(at, end);
             self.moved_ns = now;
@@ -559,10 +575,10 @@ impl Gate {
     }
 
     /// Remembers what the longest function of an ended batch took: an average of the last few. What batches that ran
-    /// beside each other took counts for the one that is looked at first, so only the mean of many says something. A
-    /// batch that lasted out of the slots had to wait for as many neighbours as had work: it may have taken twice as long
-    /// as those before, not a hundred times.
-    fn learn(&mut self, batch: &Batch, end_ns: u64, beside: bool, beyond: bool) {
+    /// beside each other took counts for the one that is looked at first, so only the mean of many launches says something. A
+    /// batch that lasted out of the slots had to wait for neighbours. What fits into the slots took no longer than before, as
+    /// long as it was not longer within them; what does not may have taken twice as long as before, not a hundred times.
+    fn learn(&mut self, batch: &Batch, end_ns: u64, beside: bool, beyond: Option<Beyond>) {
         if batch.function == 0 || batch.function_launches == 0 {
             return;
         }
@@ -579,16 +595,26 @@ impl Gate {
             *function = Function { key: batch.function, ns, wall_ns: wall };
             return;
         }
-        let (ns, wall) = if beyond && !beside {
-            (ns.min(function.ns.saturating_mul(2)), wall.min(function.wall_ns.saturating_mul(2)))
-        } else {
-            (ns, wall)
+        let (ns, wall) = match beyond {
+            Some(Beyond { within_ns, row_ns }) if !beside => {
+                let fits = function.ns <= row_ns;
+                let most = |before: u64| {
+                    if fits { function.ns.max(one(within_ns)) } else { before.saturating_mul(2) }
+                };
+                (ns.min(most(function.ns)), wall.min(most(function.wall_ns)))
+            }
+            _ => (ns, wall),
         };
         let towards =
             |old: u64, new: u64| if new > old { old + (new - old) / 2 + 1 } else { old - (old - new) / 8 };
         let short = function.wall_ns < 2 * QUEUED_NS || function.ns < QUEUED_NS / 2;
-        function.ns =
-            if beside && short { function.ns - function.ns / 16 + ns / 16 } else { towards(function.ns, ns) };
+        function.ns = if beside && short {
+            let weight = u64::from(batch.function_launches.min(MEAN_OF / 2));
+            let part = |ns: u64| ns / u64::from(MEAN_OF) * weight;
+            function.ns - part(function.ns) + part(ns)
+        } else {
+            towards(function.ns, ns)
+        };
         function.wall_ns = towards(function.wall_ns, wall);
     }
 }
@@ -610,7 +636,7 @@ mod tests {
     fn learnt(counted_ns: u64, beside: bool, gate: &mut Gate) -> u64 {
         let batch =
             Batch { function: 8, function_launches: 1, begun_ns: 1_000_000, counted_ns, ..Batch::default() };
-        gate.learn(&batch, 4_000_000, beside, false);
+        gate.learn(&batch, 4_000_000, beside, None);
         gate.function(8).unwrap().ns
     }
 
@@ -619,13 +645,39 @@ mod tests {
         let mut gate = Gate::new();
         assert_eq!(learnt(0, true, &mut gate), UNKNOWN_NS, "as long as before it was measured");
         // And no more than a little of what comes next, which may be the sum of several.
-        let next = learnt(160_000, true, &mut gate);
-        assert_eq!(next, UNKNOWN_NS - UNKNOWN_NS / 16 + 10_000);
+        let next = learnt(640_000, true, &mut gate);
+        assert_eq!(next, UNKNOWN_NS - UNKNOWN_NS / 64 + 10_000);
         assert_eq!(
             learnt(2_500_000, true, &mut Gate::new()),
             2_500_000,
             "at least what it has measured itself"
         );
         assert_eq!(learnt(7_000, false, &mut Gate::new()), 7_000, "alone it is all its own");
+    }
+
+    /// What was measured first is 2 ms; then a launch lasts so long, so much of it within slots of ten in a row.
+    fn learnt_beyond(ns: u64, within_ns: u64, row_ns: u64) -> u64 {
+        let batch = |ns| Batch {
+            function: 8,
+            function_launches: 1,
+            begun_ns: 1_000_000,
+            counted_ns: ns,
+            ..Batch::default()
+        };
+        let mut gate = Gate::new();
+        gate.learn(&batch(2_000_000), 3_000_000, false, None);
+        gate.learn(&batch(ns), 1_000_000 + ns, false, Some(Beyond { within_ns, row_ns }));
+        gate.function(8).unwrap().ns
+    }
+
+    /// Half of it was a neighbour's time. Learnt as its own, the next launches would be held back at the end of the slots as if
+    /// they did not fit.
+    #[test]
+    fn a_launch_that_lasted_out_of_its_slots_did_not_become_longer() {
+        assert_eq!(learnt_beyond(4_000_000, 1_400_000, 10_000_000), 2_000_000);
+        assert_eq!(learnt_beyond(1_600_000, 1_400_000, 10_000_000), 1_950_000, "it may have become shorter");
+        // Three milliseconds of its own slots, and what were others'.
+        assert_eq!(learnt_beyond(9_000_000, 3_000_000, 10_000_000), 2_500_001);
+        assert_eq!(learnt_beyond(90_000_000, 1_000_000, 1_000_000), 3_000_001, "it fits nowhere");
     }
 }

@@ -39,7 +39,9 @@ fn run(cores: &[u32], load: &Load, seconds: u64, governor: bool) -> (World, Vec<
     let mut world = World::new();
     world.governor = governor;
     for pace in paces(cores) {
-        world.add(pace, load);
+        let alone = cores.len() == 1;
+        let lease = if governor || alone { pace.lease } else { region::Lease::default() };
+        world.add(Pace { lease, ..pace }, load);
     }
     world.run(seconds);
     let shares = world.shares();
@@ -87,11 +89,11 @@ fn cases() -> Vec<Case> {
         case("5 us", 0.1, Load::of(&[5 * US])),
         case("100 us", 0.15, Load::of(&[100 * US])),
         case("400 us", 0.15, Load::of(&[400 * US])),
-        case("5 ms", 1.0, Load::of(&[5 * MS])),
-        case("mix", 1.5, Load::of(&mix)),
+        case("5 ms", 0.75, Load::of(&[5 * MS])),
+        case("mix", 1.25, Load::of(&mix)),
         case("graph", 0.1, Load::of(&[200 * 5 * US])),
-        case("16 streams", 1.5, Load { streams: 16, ..Load::of(&[100 * US]) }),
-        case("16 streams of long ones", 3.5, Load { streams: 16, ..Load::of(&[3 * MS]) }),
+        case("16 streams", 1.0, Load { streams: 16, ..Load::of(&[100 * US]) }),
+        case("16 streams of long ones", 2.5, Load { streams: 16, ..Load::of(&[3 * MS]) }),
         case("sync per launch", 2.5, Load { syncs: true, ..Load::of(&[400 * US]) }),
     ]
 }
@@ -119,7 +121,7 @@ fn shares_together_get_what_they_asked_for() {
 
 #[test]
 fn processes_of_a_container_get_its_share_and_no_more() {
-    for (processes, short) in [(2, 1.0), (8, 8.0), (64, 4.0)] {
+    for (processes, short) in [(2, 1.0), (8, 4.0), (64, 3.0)] {
         let load = Load { processes, ..Load::of(&[100 * US]) };
         let load = Case { what: "processes", load, short };
         assert_kept(&[30], &load);
@@ -185,6 +187,21 @@ fn with_the_governor_shares_get_what_they_asked_for_whatever_overlaps() {
     }
 }
 
+/// What is launched at the end of slots lasts into the next one's, and both are charged for the other's time, now more and now
+/// less. Before what came back of that could be used for longer than one launch, and while what had met a neighbour's work was
+/// thought to take longer from then on, ten shares of 10 left 3.2 % of the GPU idle with a mix and 3.8 % with 16 streams.
+#[test]
+fn ten_small_shares_leave_little_of_the_gpu_idle() {
+    let mix = Load::of(&[5 * US, 100 * US, 2 * MS]);
+    for (what, load) in [("mix", mix), ("16 streams", Load { streams: 16, ..Load::of(&[100 * US]) })] {
+        let (_, shares) = run(&[10; 10], &load, 28, true);
+        let means: Vec<_> = shares.iter().map(|windows| mean(&windows[8..])).collect();
+        let sum: f64 = means.iter().sum();
+        println!("ten of 10, {what}: {sum:.2}: {means:.2?}");
+        assert!(sum >= 98.0 && means.iter().all(|mean| *mean >= 9.7), "{what}: {sum:.2}: {means:.2?}");
+    }
+}
+
 /// Without it, a kernel that lasts into others' slots is charged for their time too: at worst all of them run beside it
 /// all the time, and it gets that part of its share.
 #[test]
@@ -244,10 +261,19 @@ fn long_kernels_get_their_shares_in_longer_slots() {
         for cores in &beside[..if full() { 4 } else { 2 }] {
             let (world, means) = stretched(cores, &vec![&load; cores.len()], seconds, settled);
             println!("{cores:?} {kernel_ms} ms: {means:.2?} {:?}", world.stretching);
-            let off = if kernel_ms == 5 { 0.5 } else { 1.0 };
+            let short = if kernel_ms > 5 {
+                1.0
+            } else if cores.contains(&10) {
+                0.3
+            } else {
+                0.5
+            };
             for ((core, got), windows) in cores.iter().zip(&means).zip(world.shares()) {
                 let asked = f64::from(*core);
-                assert!((got - asked).abs() <= off, "{cores:?} {kernel_ms} ms: {means:.2?}");
+                assert!(
+                    *got <= asked + 0.5 && *got >= asked - short,
+                    "{cores:?} {kernel_ms} ms: {means:.2?}"
+                );
                 let worst = windows[settled..].iter().map(|share| (share - asked).abs()).fold(0.0, f64::max);
                 assert!(kernel_ms > 5 || worst <= 3.0, "{cores:?} {kernel_ms} ms: {windows:.1?}");
             }
