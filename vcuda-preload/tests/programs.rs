@@ -1,5 +1,5 @@
 //! CUDA programs as they come from PyPI, unmodified, under the shim, on the simulated driver. `tests/fetch.sh programs`
-//! brings them.
+//! brings them. Also what the driver in small of the other tests and the simulated one must agree on.
 
 #![expect(clippy::unwrap_used, reason = "in a test an unwrap is an assertion")]
 
@@ -12,7 +12,7 @@ use std::{
     process::{Child, Command, Stdio},
 };
 
-use common::{MIB, Room, can_mount, find, limit, real_parts};
+use common::{MIB, Room, Session, can_mount, compile, find, limit, real_parts, source};
 use region::{GpuLimit, Slots, UsageReader};
 
 const CEILING: u64 = 1024 * MIB;
@@ -25,6 +25,11 @@ struct Driver {
 
 impl Driver {
     fn start() -> Self {
+        Self::of_version("550.163.01")
+    }
+
+    /// With one GPU.
+    fn of_version(version: &str) -> Self {
         let mut cargo = Command::new(env!("CARGO"));
         let status =
             cargo.args(["build", "--quiet", "-p", "sim-gpud", "-p", "sim-cuda", "-p", "sim-nvml"]).status();
@@ -35,7 +40,7 @@ impl Driver {
         command
             .arg("--root")
             .arg(root.path())
-            .args(["--gpus", "1", "--plain-nodes", "--libraries"])
+            .args(["--driver-version", version, "--gpus", "1", "--plain-nodes", "--libraries"])
             .arg(&built);
         let mut daemon = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         // It serves once it has said what.
@@ -47,6 +52,25 @@ impl Driver {
 
     fn library(&self, name: &str) -> PathBuf {
         find(&self.root.path().join("usr/lib/x86_64-linux-gnu"), &format!("{name}.so.5"))
+    }
+
+    /// A container that has its GPU.
+    fn room(&self) -> Room {
+        // The first GPU, as `sim-gpud ctl show` tells.
+        let uuid = *b"SIMUgpu\0\0\0\0\0\0\0\0\0";
+        let gpu = GpuLimit {
+            uuid,
+            core_percent: 100,
+            core_limit_percent: 100,
+            own_slots: Slots::ALL,
+            ..limit(0, CEILING)
+        };
+        Room::new(&self.library("libcuda"), &self.library("libnvidia-ml"), &[gpu])
+    }
+
+    /// Has a process in the container find it.
+    fn for_process<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.env("VCUDA_SIM_SOCKET", self.root.path().join("run/nvidia-persistenced/socket"))
     }
 }
 
@@ -65,21 +89,10 @@ fn both(program: &str) -> Option<(String, String, u64)> {
         return None;
     }
     let driver = Driver::start();
-    // Its first GPU, as `sim-gpud ctl show` tells.
-    let uuid = *b"SIMUgpu\0\0\0\0\0\0\0\0\0";
-    let gpu = GpuLimit {
-        uuid,
-        core_percent: 100,
-        core_limit_percent: 100,
-        own_slots: Slots::ALL,
-        ..limit(0, CEILING)
-    };
-    let room = Room::new(&driver.library("libcuda"), &driver.library("libnvidia-ml"), &[gpu]);
+    let room = driver.room();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(program);
     let said = |mut command: Command| {
-        command
-            .arg(&script)
-            .env("VCUDA_SIM_SOCKET", driver.root.path().join("run/nvidia-persistenced/socket"));
+        let command = driver.for_process(command.arg(&script));
         let output = command.env("PYTHONDONTWRITEBYTECODE", "1").output().unwrap();
         assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
@@ -120,5 +133,39 @@ fn a_program_that_wants_a_genuine_driver_ends_as_without_the_shim() {
     if let Some((bare, shim, _)) = both("with_cupy.py") {
         assert_eq!(bare, shim);
         assert!(shim.contains("devices CUDARuntimeError"), "{shim}");
+    }
+}
+
+/// Whatever such a pool prefers: any kernel may draw its memory to the GPU.
+#[test]
+fn managed_pools_of_a_driver_that_keeps_them_in_host_memory_count_in_full() {
+    const OUT_OF_MEMORY: i32 = 2;
+    if !can_mount() {
+        return;
+    }
+    let driver = Driver::of_version("580.82.07");
+    let room = driver.room();
+    let flags = ["-Wno-strict-prototypes", "-rdynamic", "-ldl", "-lpthread", "-lm"];
+    let program = compile(room.folder.path(), "session", &source("session.c"), &flags);
+    let mut session = Session::of(driver.for_process(&mut room.command(&program)));
+    session.must("init 0");
+    let used = |session: &mut Session| {
+        let (result, free, total) = session.call("info");
+        assert_eq!((result, total), (0, CEILING));
+        total - free
+    };
+    let before = used(&mut session);
+    // Nothing, the GPU, the host, a node of the host.
+    for place in 0..4 {
+        let pool = session.must(&format!("managed-pool {place} 0"));
+        assert_eq!(used(&mut session), before);
+        let block = session.must(&format!("from-pool {} {pool}", 600 * MIB));
+        assert_eq!(used(&mut session), before + 600 * MIB, "{place}");
+        assert_eq!(session.call(&format!("from-pool {} {pool}", 500 * MIB)).0, OUT_OF_MEMORY);
+        assert_eq!(session.call(&format!("alloc {}", 500 * MIB)).0, OUT_OF_MEMORY);
+        session.must(&format!("free-async {block}"));
+        session.must("wait");
+        assert_eq!(used(&mut session), before);
+        session.must(&format!("free-pool {pool}"));
     }
 }

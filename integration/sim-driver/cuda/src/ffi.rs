@@ -54,6 +54,7 @@ pub(crate) struct Location {
 
 /// `CUmemLocationType`.
 pub(crate) mod location {
+    pub(crate) const NONE: i32 = 0;
     pub(crate) const DEVICE: i32 = 1;
     pub(crate) const HOST: i32 = 2;
     pub(crate) const HOST_NUMA: i32 = 3;

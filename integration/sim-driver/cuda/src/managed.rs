@@ -18,7 +18,7 @@ impl Tables {
     /// Moves the managed block at an address to a GPU, or to the host. Other blocks stay where they are.
     pub(crate) fn migrate(&mut self, driver: &Driver, address: u64, to: Option<usize>) {
         let Some((_, block)) = self.blocks.around(address) else { return };
-        let Kind::Managed { resident } = block.kind else { return };
+        let Kind::Managed { resident, pool } = block.kind else { return };
         if resident == to {
             return;
         }
@@ -31,7 +31,7 @@ impl Tables {
             driver.discharge(gpu, block.taken);
         }
         block.taken = taken;
-        block.kind = Kind::Managed { resident: to };
+        block.kind = Kind::Managed { resident: to, pool };
         block.gpu = to.unwrap_or(block.gpu);
     }
 }
@@ -45,7 +45,9 @@ fn prefetch(address: u64, bytes: usize, to: Option<usize>, stream: Stream) -> Ou
 fn managed(tables: &mut Tables, address: u64, bytes: usize) -> Outcome<Option<usize>> {
     let (at, block) = tables.blocks.around(address).ok_or(INVALID_VALUE)?;
     match block.kind {
-        Kind::Managed { resident } if address - at + bytes as u64 <= block.bytes && bytes > 0 => Ok(resident),
+        Kind::Managed { resident, .. } if address - at + bytes as u64 <= block.bytes && bytes > 0 => {
+            Ok(resident)
+        }
         _ => Err(INVALID_VALUE),
     }
 }
@@ -101,7 +103,7 @@ api! {
             return Err(INVALID_VALUE);
         }
         let at = map(bytes as u64)?;
-        let kind = Kind::Managed { resident: None };
+        let kind = Kind::Managed { resident: None, pool: None };
         driver.tables().blocks.insert(at, Block::new(bytes as u64, context.gpu, Some(context), kind));
         address.put(at)
     }

@@ -27,8 +27,8 @@ const PAGE: u64 = 2 << 20;
 pub(crate) enum Kind {
     /// Of `cuMemAlloc` and the like.
     Device,
-    /// Of `cuMemAllocManaged`: in host memory, and in a GPU's while it is resident there.
-    Managed { resident: Option<usize> },
+    /// Managed: in host memory, and in a GPU's while it is resident there. Of `cuMemAllocManaged`, or of a pool.
+    Managed { resident: Option<usize>, pool: Option<u64> },
     /// Of `cuMemHostAlloc`; with its flags.
     Host { flags: u32 },
     /// The program's own memory, registered; with the flags.
@@ -198,7 +198,9 @@ impl Tables {
     /// Forgets a block of any kind.
     fn release_block(&mut self, driver: &Driver, address: u64) {
         match self.blocks.at(address).map(|block| block.kind) {
-            Some(Kind::Pooled { pool }) => self.give_to_pool(driver, pool, address),
+            Some(Kind::Pooled { pool } | Kind::Managed { pool: Some(pool), .. }) => {
+                self.give_to_pool(driver, pool, address);
+            }
             Some(Kind::Graph { exec }) => self.free_in_graph(exec, address),
             Some(_) => self.forget_block(driver, address),
             None => {}
@@ -303,7 +305,7 @@ pub(crate) fn map(bytes: u64) -> Outcome<u64> {
     if at == libc::MAP_FAILED { Err(OUT_OF_MEMORY) } else { Ok(at as u64) }
 }
 
-fn unmap(address: u64, bytes: u64) {
+pub(crate) fn unmap(address: u64, bytes: u64) {
     // SAFETY: a block that `map` made, which is forgotten.
     unsafe { libc::munmap(address as *mut _, index(bytes)) };
 }

@@ -49,7 +49,10 @@ fn attribute(tables: &mut Tables, to: Out<c_void>, which: c_int, address: u64) -
         }
         15 => flag.put(u8::from(!host)),
         16 => number.put(3),
-        17 => long.put(if let Kind::Pooled { pool } = kind { pool } else { 0 }),
+        17 => long.put(match kind {
+            Kind::Pooled { pool } | Kind::Managed { pool: Some(pool), .. } => pool,
+            _ => 0,
+        }),
         21 => flag.put(0),
         4 | 5 => Err(INVALID_VALUE),
         _ => Err(NOT_SUPPORTED),

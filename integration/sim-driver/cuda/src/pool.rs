@@ -11,13 +11,13 @@ use std::{
 use crate::{
     capture::capturing,
     context::Context,
-    driver::{Driver, Registry, Tables, driver, tables},
+    driver::{Driver, Registry, Tables, driver, tables, version},
     ffi::{
         AccessDescription, INVALID_VALUE, In, Location, NOT_SUPPORTED, OUT_OF_MEMORY, Out, Outcome,
         PoolProperties, api, location,
     },
     managed::gpu_of,
-    memory::{Block, Kind},
+    memory::{Block, Kind, map, unmap},
     stream::Stream,
 };
 
@@ -29,6 +29,13 @@ const PART: u64 = 512;
 
 /// Chunks are multiples of this.
 const PAGE: u64 = 2 << 20;
+
+/// `CU_MEM_ALLOCATION_TYPE_PINNED` and `_MANAGED`.
+const PINNED: c_int = 1;
+const MANAGED: c_int = 2;
+
+/// The first CUDA version with managed pools.
+const MANAGED_SINCE: c_int = 13_000;
 
 /// Memory that a pool has taken.
 struct Chunk {
@@ -72,8 +79,9 @@ impl Chunk {
 
 /// A pool.
 struct Pool {
-    /// Its GPU; none for one in host memory.
+    /// Its GPU; none for one in host memory, where managed memory is until it moves.
     gpu: Option<usize>,
+    managed: bool,
     place: Location,
     handle_types: c_int,
     max_size: u64,
@@ -93,6 +101,7 @@ impl Pool {
     fn new(gpu: Option<usize>, place: Location, handle_types: c_int, max_size: u64) -> Self {
         Self {
             gpu,
+            managed: false,
             place,
             handle_types,
             max_size,
@@ -160,7 +169,11 @@ impl Tables {
                 if let Some(gpu) = pool.gpu {
                     driver.discharge(gpu, chunk.taken);
                 }
-                self.space.give(chunk.at, chunk.size);
+                if pool.managed {
+                    unmap(chunk.at, chunk.size);
+                } else {
+                    self.space.give(chunk.at, chunk.size);
+                }
                 given = true;
             } else {
                 at += 1;
@@ -219,14 +232,19 @@ impl Tables {
         let pool_state = self.pools.get(pool)?;
         pool_state.used += size;
         pool_state.used_high = pool_state.used_high.max(pool_state.used);
-        let block = Block::new(bytes, gpu.unwrap_or(context.gpu), Some(context), Kind::Pooled { pool });
+        let kind = if pool_state.managed {
+            Kind::Managed { resident: None, pool: Some(pool) }
+        } else {
+            Kind::Pooled { pool }
+        };
+        let block = Block::new(bytes, gpu.unwrap_or(context.gpu), Some(context), kind);
         self.blocks.insert(at, block);
         Ok(at)
     }
 
     fn grow(&mut self, driver: &Driver, handle: u64, size: u64) -> Outcome {
         let pool = self.pools.get(handle)?;
-        let (gpu, reserved) = (pool.gpu, pool.reserved);
+        let (gpu, managed, reserved) = (pool.gpu, pool.managed, pool.reserved);
         let limit = if pool.max_size == 0 { u64::MAX } else { pool.max_size };
         let exact = size.checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
         let fits = |size: &u64| reserved.checked_add(*size).is_some_and(|sum| sum <= limit);
@@ -244,7 +262,8 @@ impl Tables {
             if charged.is_err() {
                 continue;
             }
-            let at = match (self.space.take(size, PAGE), gpu) {
+            let at = if managed { map(size).ok() } else { self.space.take(size, PAGE) };
+            let at = match (at, gpu) {
                 (Some(at), _) => at,
                 (None, Some(gpu)) => {
                     driver.discharge(gpu, taken);
@@ -264,6 +283,10 @@ impl Tables {
     /// Gives a block back to its pool.
     pub(crate) fn give_to_pool(&mut self, driver: &Driver, handle: u64, address: u64) {
         let Some(block) = self.blocks.remove(address) else { return };
+        // Managed memory that has moved to a GPU.
+        if block.taken > 0 {
+            driver.discharge(block.gpu, block.taken);
+        }
         let Ok(pool) = self.pools.all.get(handle, INVALID_VALUE) else { return };
         let size = block.bytes.next_multiple_of(PART);
         pool.used -= size;
@@ -321,8 +344,7 @@ fn get_attribute(pool: &Pool, which: c_int, value: Out<c_void>) -> Outcome {
         6 => long.put(pool.reserved_high),
         7 => long.put(pool.used),
         8 => long.put(pool.used_high),
-        // CU_MEM_ALLOCATION_TYPE_PINNED.
-        9 => number.put(1),
+        9 => number.put(if pool.managed { MANAGED } else { PINNED }),
         10 => number.put(pool.handle_types),
         11 => number.put(pool.place.id),
         12 => number.put(pool.place.kind),
@@ -410,12 +432,28 @@ api! {
         let driver = driver()?;
         pool.wanted()?;
         let wanted = properties.get()?;
-        // CU_MEM_ALLOCATION_TYPE_PINNED; a handle that others import is not modelled.
-        if wanted.kind != 1 {
-            return Err(INVALID_VALUE);
-        }
-        let gpu = gpu_of(wanted.location)?;
-        let new = Pool::new(gpu, wanted.location, wanted.handle_types, wanted.max_size as u64);
+        let managed = match wanted.kind {
+            PINNED => false,
+            MANAGED if version().1 >= MANAGED_SINCE => true,
+            _ => return Err(INVALID_VALUE),
+        };
+        let gpu = match wanted.location.kind {
+            location::NONE if managed => None,
+            location::HOST_NUMA_CURRENT => return Err(INVALID_VALUE),
+            // Other processes cannot have the host's.
+            location::HOST if wanted.handle_types != 0 => return Err(INVALID_VALUE),
+            _ => gpu_of(wanted.location)?,
+        };
+        // A handle that others import is not modelled.
+        let new = Pool {
+            managed,
+            ..Pool::new(
+                gpu.filter(|_| !managed),
+                wanted.location,
+                wanted.handle_types,
+                wanted.max_size as u64,
+            )
+        };
         pool.put(driver.tables().pools.all.add(new))
     }
 

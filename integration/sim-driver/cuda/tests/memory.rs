@@ -33,6 +33,8 @@ fn plays_a_part() {
         "exhaust" => exhaust(),
         "families" => families(),
         "pools" => pools(),
+        "managed pools" => managed_pools(),
+        "no managed pools" => no_managed_pools(),
         "graphs" => graphs(),
         "managed" => managed(),
         "contents" => contents(),
@@ -222,6 +224,65 @@ fn pools() {
     ok!(cuMemFreeAsync(one, 0));
     assert_eq!(free(), all);
     assert_eq!(call!(cuMemPoolDestroy(pool)), 1, "the default pool is not the program's");
+}
+
+/// `CUmemPoolProps`.
+fn pool_properties(kind: u64, location: u64, id: u64) -> [u64; 11] {
+    let mut wanted = [0_u64; 11];
+    wanted[0] = kind;
+    wanted[1] = location | id << 32;
+    wanted
+}
+
+const MANAGED: u64 = 2;
+
+fn managed_pools() {
+    const RESERVED: i32 = 5;
+    const KIND: i32 = 9;
+    const IS_MANAGED: i32 = 8;
+    const POOL: i32 = 17;
+    context(0);
+    let all = free();
+    // What it prefers: nothing, GPU 1, the host, a node of the host.
+    for (location, id) in [(0, 0), (1, 1), (2, 0), (3, 0)] {
+        let (mut pool, mut block) = (0_u64, 0_u64);
+        ok!(cuMemPoolCreate(&mut pool, &pool_properties(MANAGED, location, id)));
+        assert_eq!(attribute(pool, KIND), 2);
+        ok!(cuMemAllocFromPoolAsync(&mut block, 33 * MIB, pool, 0));
+        assert_eq!((attribute(pool, RESERVED), all - free()), (34 * MIB, 0), "it is in host memory");
+        let (mut is_managed, mut of) = (0_u32, 0_u64);
+        ok!(cuPointerGetAttribute(&mut is_managed, IS_MANAGED, block));
+        ok!(cuPointerGetAttribute(&mut of, POOL, block));
+        assert_eq!((is_managed & 1, of), (1, pool));
+        // The program reads and writes it.
+        // SAFETY: the block is there until it is freed.
+        unsafe { *(block as *mut u64) = 7 };
+        ok!(cuMemPrefetchAsync(block, 33 * MIB, 0, 0));
+        ok!(cuStreamSynchronize(0));
+        assert_eq!(all - free(), 34 * MIB, "and on a GPU where it is sent there");
+        // SAFETY: as above.
+        assert_eq!(unsafe { *(block as *const u64) }, 7);
+        ok!(cuMemFreeAsync(block, 0));
+        assert_eq!(free(), all);
+        ok!(cuStreamSynchronize(0));
+        assert_eq!(attribute(pool, RESERVED), 0);
+        ok!(cuMemPoolDestroy(pool));
+    }
+    let mut pool = 0_u64;
+    assert_eq!(call!(cuMemPoolCreate(&mut pool, &pool_properties(MANAGED, 4, 0))), 1);
+    assert_eq!(call!(cuMemPoolCreate(&mut pool, &pool_properties(1, 0, 0))), 1, "pinned memory is somewhere");
+}
+
+fn no_managed_pools() {
+    context(0);
+    let mut pool = 0_u64;
+    assert_eq!(call!(cuMemPoolCreate(&mut pool, &pool_properties(MANAGED, 1, 0))), 1);
+}
+
+#[test]
+fn managed_pools_take_room_where_their_memory_is_and_come_with_cuda_13() {
+    Driver::start(&format!("{PAGES}\ndriver: 580.82.07")).play("managed pools");
+    Driver::start(PAGES).play("no managed pools");
 }
 
 #[test]
