@@ -2,7 +2,8 @@
 //! these tests are run on request: `cargo test -p device-plugin -- --ignored`.
 
 use std::{
-    fs,
+    fs::{self, File},
+    io::Write,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -313,6 +314,73 @@ async fn a_missing_device_node_and_missing_files_keep_shares_off_until_they_are_
     fs::rename(&aside, &libraries).unwrap();
     core.devices_where(sick(None)).await;
     core.allocate(vec![devices[0].id.clone()]).await.unwrap();
+    stop(daemon).await;
+}
+
+/// A small file system in memory at a folder of a node, as `/var/run` is, and nothing is free of it.
+struct Full(PathBuf);
+
+impl Full {
+    fn mount(path: PathBuf) -> Self {
+        fs::create_dir_all(&path).unwrap();
+        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", "size=64k", "full"]).arg(&path).status();
+        assert!(mount.unwrap().success());
+        let full = Self(path);
+        full.fill();
+        full
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
+    }
+
+    fn fill(&self) {
+        let mut file = File::create(self.filler()).unwrap();
+        while file.write_all(&[1; 4096]).is_ok() {}
+    }
+
+    fn make_room(&self) {
+        fs::remove_file(self.filler()).unwrap();
+    }
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn without_room_for_the_cdi_spec_nothing_is_offered_or_granted_until_there_is_some() {
+    const NO_ROOM: &str = "No space left on device";
+    let node = Node::new();
+    let _module = Module::load(&node, 2);
+    let full = Full::mount(node.path("cdi"));
+    let spec = node.path("cdi/tencent.com-vcuda.json");
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    daemon.says("no CDI spec; trying again");
+    let log = daemon.log();
+    assert!(log.contains(NO_ROOM) && log.contains(spec.to_str().unwrap()), "{log}");
+    assert!(!node.kubelet().join(Resource::Core.socket()).exists());
+    full.make_room();
+    let [core, _] = both(&mut kubelet).await;
+    let devices = core.devices_where(sick(None)).await;
+
+    // One that no longer fits the driver, in the same blocks.
+    full.fill();
+    let right = fs::read(&spec).unwrap();
+    File::options().write(true).open(&spec).unwrap().write_all(b"old").unwrap();
+    let ids = || devices[..20].iter().map(|device| device.id.clone()).collect();
+    let refused = core.allocate(ids()).await.unwrap_err();
+    let said = refused.message();
+    assert!(said.contains("tencent.com/vcuda-core: no CDI spec") && said.contains(NO_ROOM), "{said}");
+    assert!(said.contains(spec.to_str().unwrap()), "{said}");
+    assert_eq!(fs::read_dir(node.path("cdi")).unwrap().count(), 2, "nothing half written is left");
+    full.make_room();
+    core.allocate(ids()).await.unwrap();
+    assert_eq!(fs::read(&spec).unwrap(), right);
     stop(daemon).await;
 }
 
