@@ -78,47 +78,44 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     let computing: Vec<_> = core.into_iter().chain(&driver.libraries).collect();
     let all: Vec<_> = computing.iter().copied().chain(&driver.past_cuda).collect();
 
-    // The shim takes their usual place, and finds them in its own folder: the hook mounts all of that.
+    let sockets = driver.sockets.iter().map(|socket| mount(&socket.host, &socket.path, &SOCKET_OPTIONS));
+    let beside: Vec<_> =
+        driver.libraries.iter().map(usual).chain(driver.files.iter().map(same)).chain(sockets).collect();
+    // The shim takes the place of these two, and finds them in its own folder. The hook mounts all that a share has: a
+    // runtime takes half a millisecond for a file, and a driver has dozens.
     let behind = core.iter().zip([place::REAL_CUDA, place::REAL_NVML]);
-    let behind = behind.map(|(library, place)| format!("{}::{place}", text(&library.host)));
+    let behind = behind.map(|(library, place)| (text(&library.host), place.to_owned()));
+    let files: Vec<_> = behind
+        .chain(beside.iter().map(|mount| (mount.host_path.clone(), mount.container_path.clone())))
+        .collect();
     let whole =
         core.into_iter().chain(&driver.past_cuda).map(usual).chain(driver.opencl_vendor.as_ref().map(same));
-    let device = |name: &str, mounts: Vec<Mount>, libraries: &[&Library], behind: &[String]| Device {
-        name: name.into(),
-        container_edits: ContainerEdits {
-            mounts,
-            hooks: vec![hook(paths, libraries, behind)],
-            ..ContainerEdits::default()
-        },
-        ..Device::default()
-    };
-    let sockets = driver.sockets.iter().map(|socket| mount(&socket.host, &socket.path, &SOCKET_OPTIONS));
+    let device =
+        |name: &str, mounts: Vec<Mount>, libraries: &[&Library], files: &[(String, String)]| Device {
+            name: name.into(),
+            container_edits: ContainerEdits {
+                mounts,
+                hooks: vec![hook(paths, libraries, files)],
+                ..ContainerEdits::default()
+            },
+            ..Device::default()
+        };
     let mut spec = Spec {
         kind: CDI_KIND.into(),
         devices: vec![
-            device(CDI_DEVICE_SHARE, Vec::new(), &computing, &behind.collect::<Vec<_>>()),
-            device(CDI_DEVICE_WHOLE, whole.collect(), &all, &[]),
+            device(CDI_DEVICE_SHARE, Vec::new(), &computing, &files),
+            device(CDI_DEVICE_WHOLE, whole.chain(beside).collect(), &all, &[]),
         ],
-        container_edits: ContainerEdits {
-            env: vec![VISIBLE_DEVICES.into()],
-            mounts: driver
-                .libraries
-                .iter()
-                .map(usual)
-                .chain(driver.files.iter().map(same))
-                .chain(sockets)
-                .collect(),
-            ..ContainerEdits::default()
-        },
+        container_edits: ContainerEdits { env: vec![VISIBLE_DEVICES.into()], ..ContainerEdits::default() },
         ..Spec::default()
     };
     spec.cdi_version = spec.minimum_version().to_string();
     spec
 }
 
-/// The hook for a container with these libraries, and those `behind` the shim: links, loader cache and guard, in one
-/// process, for each process adds to the time that a pod takes to start.
-fn hook(paths: &Paths, libraries: &[&Library], behind: &[String]) -> Hook {
+/// The hook for a container with these libraries, which mounts `files`, each by its path on the host and in the container:
+/// links, loader cache and guard, in one process, for each process adds to the time that a pod takes to start.
+fn hook(paths: &Paths, libraries: &[&Library], files: &[(String, String)]) -> Hook {
     let mut args: Vec<String> = vec![HOOK.into(), hook::CREATE_CONTAINER.into()];
     for (path, target) in links_of(libraries) {
         args.extend(["--link".into(), format!("{target}::{}", text(&path))]);
@@ -126,8 +123,8 @@ fn hook(paths: &Paths, libraries: &[&Library], behind: &[String]) -> Hook {
     for path in lookups_of(libraries) {
         args.extend(["--library".into(), text(&path)]);
     }
-    for file in behind {
-        args.extend(["--driver-file".into(), file.clone()]);
+    for (host, place) in files {
+        args.extend(["--driver-file".into(), format!("{host}::{place}")]);
     }
     let node = [("--state", &paths.state), ("--install", &paths.install), ("--config", &paths.node_file)];
     args.extend(node.into_iter().flat_map(|(option, path)| [option.into(), text(path)]));

@@ -45,6 +45,11 @@ fn debians_driver_packages_are_a_driver() {
             for mount in device.container_edits.mounts.iter().chain(&spec.container_edits.mounts) {
                 assert!(Path::new(&mount.host_path).exists(), "{mount:?}");
             }
+            let args = &device.container_edits.hooks[0].args;
+            for pair in args.windows(2).filter(|pair| pair[0] == "--driver-file") {
+                let (host, _) = pair[1].split_once("::").unwrap();
+                assert!(Path::new(host).exists(), "{pair:?}");
+            }
         }
     }
 }

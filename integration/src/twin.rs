@@ -1,9 +1,9 @@
 //! Containers that get from the runtime what one with a share gets, but by a CDI file alone: one a hook that does nothing,
-//! another the mounts, device nodes and variables too. What the runtime takes for these is not vcuda's to save.
+//! another the device nodes and variables too. What the runtime takes for these is not vcuda's to save.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::{Value, json};
 
 use crate::{containerd, node::Node};
@@ -30,11 +30,6 @@ pub async fn write(node: &Node, with_share: &str, plain: &str, hook: &Path) -> R
             .into_iter()
             .map(device_node)
             .collect::<Vec<_>>(),
-        "mounts": more(&share, &plain, "/mounts", |mount| text(mount, "destination"))
-            .into_iter()
-            .enumerate()
-            .map(|(at, mount)| own_mount(node, at, mount))
-            .collect::<Result<Vec<_>>>()?,
         "hooks": hooks,
     });
     let spec = json!({
@@ -71,22 +66,6 @@ fn device_node(device: &Value) -> Value {
         "minor": device["minor"],
         "permissions": "rw",
     })
-}
-
-/// The mount, of a copy where it is of a file that goes with the share.
-fn own_mount(node: &Node, at: usize, mount: &Value) -> Result<Value> {
-    let mut source = text(mount, "source");
-    if Path::new(&source).starts_with(&node.vcuda.file().paths.state) {
-        let copy = node.folder().join(format!("twin-{at}"));
-        fs::copy(&source, &copy).with_context(|| format!("{source} cannot be copied"))?;
-        source = copy.display().to_string();
-    }
-    Ok(json!({
-        "hostPath": source,
-        "containerPath": mount["destination"],
-        "type": mount["type"],
-        "options": mount["options"],
-    }))
 }
 
 fn text(value: &Value, key: &str) -> String {

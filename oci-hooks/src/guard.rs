@@ -207,8 +207,8 @@ impl std::fmt::Display for Who {
     }
 }
 
-/// Mounts what holds `container` to its share in its root at `rootfs`, and decides whether it may start. `paths` and `files`
-/// are the node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
+/// Mounts what holds `container` to its share in its root at `rootfs`, and the driver's files, and decides whether it may start.
+/// `paths` and `files` are the node's; `images` says what becomes of an image that does not fit, `floor` who else must hold its memory. What it
 /// found and let pass is returned.
 ///
 /// # Errors

@@ -5,6 +5,7 @@
 mod containerd;
 
 use std::{
+    collections::BTreeSet,
     fs, io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
@@ -17,13 +18,16 @@ use vcuda_config::{
     daemons::{NriPlugin, is_held},
 };
 
-use crate::compat::{
-    Finding, Severity,
-    check::Verdict,
-    cuda::{Covered, Driver, function},
-    elf::{Depth, Version},
-    fatbin::compute_capability,
-    files::{Trouble, host_file, host_read},
+use crate::{
+    compat::{
+        Finding, Severity,
+        check::Verdict,
+        cuda::{Covered, Driver, function},
+        elf::{Depth, Version},
+        fatbin::compute_capability,
+        files::{Trouble, host_file, host_read},
+    },
+    guard::DriverFile,
 };
 
 pub use containerd::Settings;
@@ -97,6 +101,14 @@ struct Hook {
     args: Vec<String>,
     #[serde(default)]
     env: Vec<String>,
+}
+
+impl Hook {
+    /// Files of the node that it mounts.
+    fn driver_files(&self) -> impl Iterator<Item = PathBuf> {
+        let pairs = self.args.windows(2).filter(|pair| pair[0] == "--driver-file");
+        pairs.filter_map(|pair| pair[1].parse::<DriverFile>().ok()).map(|file| file.host)
+    }
 }
 
 /// Looks at the node that `file` describes. `containerd` is the program to ask, with its configuration file where
@@ -482,18 +494,16 @@ fn check_spec(paths: &Paths, findings: &mut Vec<Finding>) {
             "it gives out device nodes, which only vcuda-nri-plugin may".into(),
         ));
     }
-    let lost: Vec<String> = edits()
-        .flat_map(|edits| &edits.mounts)
-        .filter(|mount| !mount.host_path.exists())
-        .map(|mount| mount.host_path.display().to_string())
-        .collect();
+    let hooks: Vec<&Hook> = edits().flat_map(|edits| &edits.hooks).collect();
+    let by_hooks = hooks.iter().flat_map(|hook| hook.driver_files());
+    let by_runtime = edits().flat_map(|edits| &edits.mounts).map(|mount| mount.host_path.clone());
+    let lost: BTreeSet<PathBuf> = by_runtime.chain(by_hooks).filter(|path| !path.exists()).collect();
     if let Some(first) = lost.first() {
         findings.push(refuse(
             "cdi-spec-stale",
-            format!("{} of the files that it mounts are not there, such as {first}", lost.len()),
+            format!("{} of the files that it mounts are not there, such as {}", lost.len(), first.display()),
         ));
     }
-    let hooks: Vec<&Hook> = edits().flat_map(|edits| &edits.hooks).collect();
     if !hooks.iter().any(|hook| vcuda_config::hook::guards(&hook.args)) {
         findings.push(refuse("cdi-spec-unguarded", "it has no guard hook".into()));
     }

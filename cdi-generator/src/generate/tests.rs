@@ -75,17 +75,23 @@ fn a_share_finds_the_drivers_own_libraries_behind_the_shim_and_whole_gpus_in_the
     };
     let host = |at: usize| whole.container_edits.mounts[at].host_path.clone();
     assert_eq!(host(0), node.root.at(&format!("/usr/lib64/libcuda.so.{VERSION}")).to_str().unwrap());
+    let files = behind(share);
     assert_eq!(
-        behind(share),
+        files[..2],
         [format!("{}::{}", host(0), place::REAL_CUDA), format!("{}::{}", host(1), place::REAL_NVML)]
     );
+    // All else of the driver is where it is for whole GPUs.
+    let smi = node.root.at("/usr/bin/nvidia-smi");
+    assert!(files.contains(&format!("{}::/usr/bin/nvidia-smi", smi.display())), "{files:?}");
+    for file in &files[2..] {
+        let (host, place) = file.split_once("::").unwrap();
+        let same = |mount: &&Mount| mount.host_path == host && mount.container_path == place;
+        assert!(whole.container_edits.mounts.iter().any(|mount| same(&mount)), "{file}");
+        // What stands in the shim's place is behind it alone.
+        assert!(!place.contains("libcuda.so") && !place.contains("libnvidia-ml"), "{file}");
+    }
     assert!(behind(whole).is_empty());
-    // What stands in the shim's place must not be mounted for all.
-    assert!(
-        !places(&spec.container_edits.mounts)
-            .iter()
-            .any(|path| path.contains("libcuda.so") || path.contains("libnvidia-ml"))
-    );
+    assert!(spec.container_edits.mounts.is_empty());
 }
 
 #[test]
@@ -119,7 +125,7 @@ fn what_reaches_the_gpu_past_cuda_is_for_whole_gpus_only() {
     assert!(has(&spec.devices[1].container_edits));
     let places = places(&spec.devices[1].container_edits.mounts);
     assert_eq!(
-        places[2..],
+        places[2..4],
         [&format!("/usr/lib64/libnvidia-opencl.so.{VERSION}"), "/etc/OpenCL/vendors/nvidia.icd"]
     );
 }
@@ -156,7 +162,7 @@ fn one_hook_gets_the_links_and_names_of_every_library_and_the_guards_places() {
             assert!(args.contains(&link), "{link}: {args}");
         }
         // Its name is its soname: a link would be in the way of its own target.
-        assert!(!args.contains("::/usr/lib64/libnvidia-gpucomp"));
+        assert!(!args.contains("--link libnvidia-gpucomp"));
         for name in ["libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-gpucomp.so.550.163.01"] {
             assert!(args.contains(&format!("--library /usr/lib64/{name}")), "{name}: {args}");
         }

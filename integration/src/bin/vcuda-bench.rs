@@ -106,7 +106,7 @@ fn main() -> ExitCode {
 const KINDS: [&str; 6] = [
     "no share, without vcuda",
     "a hook, without vcuda",
-    "a share's mounts, without vcuda",
+    "a share's devices, without vcuda",
     "no share, with vcuda",
     "share",
     "share, its hook does nothing",
@@ -183,7 +183,7 @@ async fn twins_of(node: &Node, plain: &Container, share: &Container, hook: &Hook
 }
 
 /// vcuda's hook on this node, and a program that does nothing to take its place: what is left of a share's time then is
-/// what the runtime takes to start any hook, to make device nodes and the driver's mounts, and to ask the NRI plugin.
+/// what the runtime takes to start any hook, to make device nodes, and to ask the NRI plugin.
 struct Hook {
     bin: PathBuf,
 }

@@ -85,8 +85,8 @@ struct GuardArgs {
     /// The node file, for what becomes of images that cannot run under a share.
     #[arg(long, value_name = "FILE", default_value = NodeFile::DEFAULT_PATH)]
     config: PathBuf,
-    /// A file of the driver that a container with a share finds behind the shim: HOST::PATH, absolute on the host and in
-    /// the container. May be given many times.
+    /// A file or socket of the driver for a container with a share: HOST::PATH, absolute on the host and in the container;
+    /// below /usr/local/vcuda it is behind the shim. May be given many times.
     #[arg(long = "driver-file", value_name = "HOST::PATH")]
     driver_files: Vec<DriverFile>,
 }

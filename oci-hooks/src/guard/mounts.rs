@@ -1,10 +1,11 @@
 //! Mounts what enforces a share where it works, and then looks whether it is there: each place in the container is the very
 //! file of the node, not one that the image or a volume put there, and those that a container must not change are
-//! read-only. Mounted here and not by the runtime, which takes ten times as long for it.
+//! read-only. The driver's other files are mounted too. All of it here and not by the runtime, which takes ten times as long
+//! for each.
 
 use std::{
     fmt,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Component, Path, PathBuf},
     str::FromStr,
 };
@@ -17,7 +18,8 @@ use vcuda_config::Paths;
 
 use crate::rootfs::{Access, Rootfs};
 
-/// A file of the driver that a container with a share finds behind the shim, read-only.
+/// A file of the driver that a container with a share gets: behind the shim where its place is below [`place::FOLDER`], else
+/// one that the driver needs beside it. Read-only, but for sockets, which are there to be spoken to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverFile {
     /// Where it is on the node.
@@ -28,7 +30,7 @@ pub struct DriverFile {
 
 /// Why a text names no file of the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{0:?} is no HOST::PATH of two absolute paths, of which PATH is below {folder}", folder = place::FOLDER)]
+#[error("{0:?} is no HOST::PATH of two absolute paths, of which PATH is without '..' and names a file")]
 pub struct DriverFileError(String);
 
 impl FromStr for DriverFile {
@@ -38,9 +40,10 @@ impl FromStr for DriverFile {
         let bad = || DriverFileError(text.into());
         let (host, place) = text.split_once("::").ok_or_else(bad)?;
         let (host, place) = (Path::new(host), Path::new(place));
-        let ours = place.strip_prefix(place::FOLDER).map_err(|_| bad())?;
-        let plain = |path: &Path| path.components().all(|part| matches!(part, Component::Normal(_)));
-        if !host.is_absolute() || ours.as_os_str().is_empty() || !plain(ours) {
+        let below = place.strip_prefix("/").map_err(|_| bad())?;
+        let plain = below.components().all(|part| matches!(part, Component::Normal(_)));
+        let is_folder = below.as_os_str().is_empty() || place == Path::new(place::FOLDER);
+        if !host.is_absolute() || is_folder || !plain {
             return Err(bad());
         }
         Ok(Self { host: host.into(), place: place.into() })
@@ -54,6 +57,8 @@ pub struct Mount {
     host: PathBuf,
     place: PathBuf,
     writable: bool,
+    /// Whether the share hangs on it.
+    enforces: bool,
 }
 
 /// A mount that is not as it must be.
@@ -85,12 +90,27 @@ pub enum Flaw {
     Refused(String),
 }
 
-/// Everything that must be mounted for a share.
+/// Everything that must be mounted for a share, the driver's other files first: nothing of them can be over what enforces it.
 pub fn expected(paths: &Paths, driver: &Driver, files: &[DriverFile], folder: &ShareFolder) -> Vec<Mount> {
-    let read_only =
-        |what, host: PathBuf, place: &Path| Mount { what, host, place: place.into(), writable: false };
+    let read_only = |what, host: PathBuf, place: &Path| Mount {
+        what,
+        host,
+        place: place.into(),
+        writable: false,
+        enforces: true,
+    };
     let library = |name: &str| driver.library_dir.join(format!("{name}.so.{}", driver.version));
-    let mut all = vec![
+    let (behind, beside): (Vec<_>, Vec<_>) =
+        files.iter().partition(|file| file.place.starts_with(place::FOLDER));
+    let beside = beside.into_iter().map(|file| Mount {
+        what: "the driver's file",
+        host: file.host.clone(),
+        place: file.place.clone(),
+        writable: std::fs::metadata(&file.host).is_ok_and(|file| file.file_type().is_socket()),
+        enforces: false,
+    });
+    let mut all: Vec<_> = beside.collect();
+    all.extend([
         read_only("the shim", paths.shim(), Path::new(place::SHIM)),
         // The same file where the driver's own libraries are looked up: the loader knows it by its inode and loads it
         // once.
@@ -98,9 +118,9 @@ pub fn expected(paths: &Paths, driver: &Driver, files: &[DriverFile], folder: &S
         read_only("the shim in NVML's place", paths.shim(), &library("libnvidia-ml")),
         read_only("its limits", folder.limits(), Path::new(place::LIMITS)),
         read_only("the list of preloaded libraries", folder.preload(), Path::new(place::LD_SO_PRELOAD)),
-        Mount { what: "its usage", host: folder.usage(), place: place::USAGE.into(), writable: true },
-    ];
-    all.extend(files.iter().map(|file| read_only("the driver's library", file.host.clone(), &file.place)));
+        Mount { writable: true, ..read_only("its usage", folder.usage(), Path::new(place::USAGE)) },
+    ]);
+    all.extend(behind.iter().map(|file| read_only("the driver's library", file.host.clone(), &file.place)));
     all
 }
 
@@ -131,8 +151,11 @@ impl Mount {
         Mounted { what: self.what, host: self.host.clone(), place: self.place.clone(), flaw }
     }
 
-    /// Sees that the place in the container is the node's file.
+    /// Sees that the place in the container is the node's file, where the share hangs on it.
     pub fn verify(&self, rootfs: &Rootfs) -> Result<(), Mounted> {
+        if !self.enforces {
+            return Ok(());
+        }
         let flawed = |flaw| self.flawed(flaw);
         let host =
             std::fs::metadata(&self.host).map_err(|error| flawed(Flaw::NoHostFile(error.to_string())))?;
@@ -193,19 +216,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_files_for_our_own_folder_are_taken() {
+    fn only_a_file_at_a_plain_path_is_taken() {
         let file: DriverFile =
             "/usr/lib/libcuda.so.550.1::/usr/local/vcuda/driver/libcuda.so.1".parse().unwrap();
         assert_eq!(file.host, Path::new("/usr/lib/libcuda.so.550.1"));
         assert_eq!(file.place, Path::new(place::REAL_CUDA));
+        assert!("/a::/usr/bin/nvidia-smi".parse::<DriverFile>().is_ok());
         for text in [
             "",
             "/a",
-            "/a::/b",
-            "a::/usr/local/vcuda/b",
+            "/a::b",
+            "/a::/",
+            "a::/usr/bin/b",
             "/a::/usr/local/vcuda",
             "/a::/usr/local/vcuda/../b",
-            "/a::/usr/local/vcuda2/b",
+            "/a::/../b",
         ] {
             assert!(text.parse::<DriverFile>().is_err(), "{text}");
         }

@@ -276,6 +276,55 @@ fn a_share_with_all_in_place_starts() {
     });
 }
 
+/// An image's links can lead a file of the driver anywhere, but not over what enforces the share, nor into `/proc`, where
+/// the runtime has yet to write.
+#[test]
+#[ignore = "mounts need root"]
+fn the_drivers_other_files_are_beside_and_under_what_enforces_the_share() {
+    with_own_mounts("the_drivers_other_files_are_beside_and_under_what_enforces_the_share", || {
+        let rig = || {
+            let mut rig = Rig::bare();
+            let (program, socket) = (rig.folder.path().join("smi"), rig.folder.path().join("socket"));
+            write(&program, b"a program");
+            drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+            rig.driver = vec![
+                DriverFile { host: program, place: "/usr/bin/nvidia-smi".into() },
+                DriverFile { host: socket, place: "/run/driver/socket".into() },
+            ];
+            rig
+        };
+        let link = |rig: &Rig, target: &str| {
+            fs::create_dir_all(rig.in_root("/usr/bin")).unwrap();
+            std::os::unix::fs::symlink(target, rig.in_root("/usr/bin/nvidia-smi")).unwrap();
+            rig.mount_root();
+        };
+        let plain = rig();
+        plain.mount_root();
+        plain.guard().unwrap();
+        let flags = |place: &str| statvfs(plain.in_root(place)).unwrap().f_flag;
+        let no_surprises = StatVfsMountFlags::NOSUID | StatVfsMountFlags::NODEV;
+        let (program, socket) = (flags("/usr/bin/nvidia-smi"), flags("/run/driver/socket"));
+        assert!(program.contains(no_surprises | StatVfsMountFlags::RDONLY));
+        assert!(!program.contains(StatVfsMountFlags::NOEXEC));
+        assert!(socket.contains(no_surprises | StatVfsMountFlags::NOEXEC));
+        assert!(!socket.contains(StatVfsMountFlags::RDONLY));
+        assert_eq!(fs::read(plain.in_root("/usr/bin/nvidia-smi")).unwrap(), b"a program");
+
+        let over = rig();
+        write(&over.in_root(place::LD_SO_PRELOAD), b"");
+        link(&over, place::LD_SO_PRELOAD);
+        over.guard().unwrap();
+        assert_eq!(over.preload(), format!("{}\n", place::SHIM));
+
+        let into_proc = rig();
+        link(&into_proc, "/proc/sys/kernel/hostname");
+        fs::create_dir_all(into_proc.in_root("/proc")).unwrap();
+        rustix::mount::mount_bind_recursive("/proc", into_proc.in_root("/proc")).unwrap();
+        let refusal = into_proc.refusal();
+        assert!(refusal.contains("it leads into /proc"), "{refusal}");
+    });
+}
+
 #[test]
 fn a_container_without_a_claim_says_that_nri_did_not_see_it() {
     let mut rig = Rig::bare();

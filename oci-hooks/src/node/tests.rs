@@ -232,6 +232,12 @@ fn a_specification_that_would_let_a_container_run_unguarded_is_refused() {
         spec["devices"][0]["containerEdits"]["deviceNodes"] = serde_json::json!([{"path": "/dev/nvidia0"}]);
     };
     assert_eq!(with(nodes), ["cdi-spec-device-nodes"]);
+    // What the hook mounts counts as what the runtime does.
+    let gone = |spec: &mut serde_json::Value| {
+        let args = &mut spec["containerEdits"]["hooks"][0]["args"];
+        args.as_array_mut().unwrap().extend(["--driver-file".into(), "/gone::/usr/bin/x".into()]);
+    };
+    assert_eq!(with(gone), ["cdi-spec-stale"]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{self, CWD, FileType, Mode, OFlags, ResolveFlags},
+    fs::{self, CWD, FileType, Mode, OFlags, PROC_SUPER_MAGIC, ResolveFlags},
     io::Errno,
     mount::{
         FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MountPropagationFlags, MoveMountFlags,
@@ -78,12 +78,17 @@ impl Rootfs {
         mounted().map_err(|reason| failed(path, "mount the node's file there", reason))
     }
 
-    /// The regular file at `path`, symlinks followed within the root, made where it is missing.
+    /// The regular file or socket at `path`, symlinks followed within the root; a file is made where it is missing. None of
+    /// `/proc`: the runtime has yet to write there (runc, rootfs_linux.go: checkProcMount).
     fn mount_point(&self, path: &Path) -> Result<OwnedFd, RootfsError> {
         if let Some(fd) = self.look_up(path, OFlags::PATH, ResolveFlags::empty())? {
             let stat = fs::fstat(&fd).map_err(|reason| failed(path, "look at it", reason))?;
+            let system = fs::fstatfs(&fd).map_err(|reason| failed(path, "look at it", reason))?;
+            if system.f_type == PROC_SUPER_MAGIC {
+                return Err(failed(path, "mount a file there, it leads into /proc", Errno::PERM));
+            }
             return match FileType::from_raw_mode(stat.st_mode) {
-                FileType::RegularFile => Ok(fd),
+                FileType::RegularFile | FileType::Socket => Ok(fd),
                 _ => Err(RootfsError::NotRegular { path: path.into() }),
             };
         }
