@@ -128,7 +128,7 @@ struct Session {
     bound: Option<BTreeMap<String, Containers>>,
     /// Says when pods are to be told where their shares are.
     settle: Settle,
-    /// Pods that are still to be told of those that had shares then, by the UID that kubelet knows them by.
+    /// Pods that are to be told so now, by the UID that kubelet knows them by.
     untold: Vec<String>,
     /// Everything was once as it should be.
     in_step: bool,
@@ -179,7 +179,7 @@ impl Session {
                     Ok(())
                 }
                 () = self.settle.settled(), if self.pods_read => {
-                    self.untold = self.bound.iter().flat_map(|bound| bound.keys().cloned()).collect();
+                    self.untold = self.to_tell();
                     Ok(())
                 }
                 // One at a time: who is placed meanwhile is heard of in between.
@@ -298,6 +298,14 @@ impl Session {
     fn correction(&self, uid: &str, pod: &PodOnNode) -> Option<PodPlacement> {
         let containers = self.bound.as_ref()?.get(uid)?;
         books::corrected(pod.placement.as_ref(), containers)
+    }
+
+    /// Pods that do not say where their shares are.
+    fn to_tell(&self) -> Vec<String> {
+        let bound = self.bound.iter().flat_map(BTreeMap::keys);
+        let says_other =
+            |uid: &&String| self.pods.get(*uid).is_some_and(|pod| self.correction(uid, pod).is_some());
+        bound.filter(says_other).cloned().collect()
     }
 
     /// Notes which containers are to come.
@@ -427,12 +435,12 @@ mod tests {
         .unwrap();
         let (uid, pod) = PodOnNode::read(&pod, &session.names).unwrap();
         let gpu = GpuUuid::from_bytes([1; 16]);
-        let known = uid.clone();
         session.bound = Some(BTreeMap::from([(
             uid.clone(),
             Containers { since: 1, gpus: BTreeMap::from([("main".into(), vec![gpu])]) },
         )]));
         session.pods.insert(uid, pod);
-        session.write_pod(&known).await.unwrap();
+        let [told] = session.to_tell().try_into().unwrap();
+        session.write_pod(&told).await.unwrap();
     }
 }
