@@ -82,7 +82,7 @@ pub fn spec(paths: &Paths, driver: &Driver) -> Spec {
     let beside: Vec<_> =
         driver.libraries.iter().map(usual).chain(driver.files.iter().map(same)).chain(sockets).collect();
     // The shim takes the place of these two, and finds them in its own folder. The hook mounts all that a share has: a
-    // runtime takes half a millisecond for a file, and a driver has dozens.
+    // runtime takes up to half a millisecond for a file, and a driver has about ten of them.
     let behind = core.iter().zip([place::REAL_CUDA, place::REAL_NVML]);
     let behind = behind.map(|(library, place)| (text(&library.host), place.to_owned()));
     let files: Vec<_> = behind
