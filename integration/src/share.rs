@@ -137,6 +137,8 @@ struct Got {
     asked_percent: f64,
     /// Of what the same work gets of the GPU with nothing in its way.
     ideal_percent: f64,
+    /// Of what it gets paced and alone: here is lost what a paced launch takes of the host's time, and nothing else.
+    paced_percent: f64,
     mean_percent: f64,
     /// The window that is farthest from the ideal.
     worst_percent: f64,
@@ -165,14 +167,27 @@ struct GivenBack {
     worst_milliseconds: f64,
 }
 
+/// What work gets of the GPU alone, in percent.
+#[derive(Clone, Serialize)]
+struct Alone {
+    work: &'static str,
+    /// With the bare driver.
+    unpaced_percent: f64,
+    /// In a share of [`NEARLY_ALL`].
+    paced_percent: f64,
+}
+
+/// A share of so much, in percent, is paced, and as good as never held back.
+const NEARLY_ALL: u32 = 99;
+
 /// The table.
 #[derive(Serialize)]
 struct Table {
     shim: String,
     windows: usize,
     cpus: usize,
-    /// What each kind of work gets of the GPU unpaced and alone, in percent.
-    unpaced: Vec<(String, f64)>,
+    /// What each kind of work gets of the GPU alone.
+    alone: Vec<Alone>,
     lines: Vec<Line>,
     given_back: Vec<GivenBack>,
 }
@@ -181,9 +196,10 @@ struct Table {
 const ASSUMPTIONS: &str = "\
 simulated GPU: one process at a time, 2 ms slices by turns, 10 us to switch; a kernel fills the GPU, those of several
 streams share it evenly; copies take no time. Windows of 1 s by the simulator's own account. Without the governor a share
-has its own slots and nothing lent. `ideal` is the asked share of what the work gets alone and unpaced; `physics` is what a
-window can be off because the longest kernel or graph, once launched, runs to its end. `lost` is the throughput lost to
-pacing, in percent of the ideal. With the governor and neighbours, measuring begins after nine seconds.";
+has its own slots and nothing lent. `ideal` is the asked share of what the work gets alone and unpaced,
+`paced` of what it gets alone in a share of 99: less what this host needs for each paced launch. `physics` is what a window
+can be off because the longest kernel or graph, once launched, runs to its end. `lost` is the throughput lost to pacing, in
+percent of the ideal. With the governor and neighbours, measuring begins after nine seconds.";
 
 /// What is borrowed and given back: the borrower's terms.
 fn borrowers() -> [(&'static str, Terms); 2] {
@@ -206,7 +222,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         shim: bench.shim.display().to_string(),
         windows: least,
         cpus: thread::available_parallelism().map_or(1, usize::from),
-        unpaced: vec![],
+        alone: vec![],
         lines: vec![],
         given_back: vec![],
     };
@@ -219,14 +235,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     say(
         quiet,
         &format!(
-            "{:<24} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>8}",
-            "work", "shares", "governor", "asked", "ideal", "mean", "worst", "lost %", "physics"
+            "{:<24} {:<14} {:<8} {:>5} {:>7} {:>7} {:>7} {:>7} {:>7} {:>8}",
+            "work", "shares", "governor", "asked", "ideal", "paced", "mean", "worst", "lost %", "physics"
         ),
     );
     for work in WORK.iter().filter(|work| wanted(work.name)) {
         let windows = work.windows(least);
-        let unpaced = mean(&bench.measure(&[(work, None)], least.min(3), false)?[0]);
-        table.unpaced.push((work.name.into(), unpaced));
+        let alone = alone(&mut bench, work, least.min(3))?;
+        table.alone.push(alone.clone());
         for shares in SHARES {
             let named = named(shares);
             if !arguments.measures(&named) {
@@ -236,7 +252,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             for governor in arguments.governor.all() {
                 let windows = bench.measure(&all, windows, *governor)?;
                 let of = Of { work, named: &named, shares, governor: *governor };
-                table.lines.push(line(&of, &[unpaced], windows, quiet));
+                table.lines.push(line(&of, &[&alone], windows, quiet));
                 save(&table)?;
             }
         }
@@ -244,16 +260,16 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let fair = &WORK[1];
     let attacks: Vec<&Work> = ATTACKS.iter().filter(|work| wanted(work.name)).collect();
     if !attacks.is_empty() && arguments.shares.is_none() {
-        let alone = mean(&bench.measure(&[(fair, None)], 2, false)?[0]);
+        let neighbour = alone(&mut bench, fair, 2)?;
         for attack in attacks {
-            let unpaced = mean(&bench.measure(&[(attack, None)], 2, false)?[0]);
-            table.unpaced.push((attack.name.into(), unpaced));
+            let attacker = alone(&mut bench, attack, 2)?;
+            table.alone.push(attacker.clone());
             for governor in arguments.governor.all() {
                 let both = [(attack, Some(30)), (fair, Some(70))];
                 let windows = bench.measure(&both, least, *governor)?;
                 let named = "30 attacks 70";
                 let of = Of { work: attack, named, shares: &[30, 70], governor: *governor };
-                table.lines.push(line(&of, &[unpaced, alone], windows, quiet));
+                table.lines.push(line(&of, &[&attacker, &neighbour], windows, quiet));
                 save(&table)?;
             }
         }
@@ -306,6 +322,7 @@ fn expected(arguments: &Arguments, least: usize) -> (usize, Duration) {
     };
     for work in WORK.iter().filter(|work| arguments.wants(work.name)) {
         add(work, 1, 1, None);
+        add(work, 1, 1, None);
         for shares in SHARES.iter().filter(|shares| arguments.measures(&named(shares))) {
             arguments.governor.all().iter().for_each(|with| add(work, shares.len(), least, Some(*with)));
         }
@@ -313,10 +330,20 @@ fn expected(arguments: &Arguments, least: usize) -> (usize, Duration) {
     if arguments.shares.is_none() {
         for work in ATTACKS.iter().filter(|work| arguments.wants(work.name)) {
             add(work, 1, 2, None);
+            add(work, 1, 2, None);
             arguments.governor.all().iter().for_each(|with| add(work, 2, least, Some(*with)));
         }
     }
     (lines, time)
+}
+
+/// What work gets of the GPU alone.
+fn alone(bench: &mut Bench, work: &Work, windows: usize) -> Result<Alone> {
+    Ok(Alone {
+        work: work.name,
+        unpaced_percent: mean(&bench.measure(&[(work, None)], windows, false)?[0]),
+        paced_percent: mean(&bench.measure(&[(work, Some(NEARLY_ALL))], windows, true)?[0]),
+    })
 }
 
 /// A line of the table; where its JSON has stdout, on stderr.
@@ -343,16 +370,18 @@ struct Of<'a> {
     governor: bool,
 }
 
-fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
+fn line(of: &Of<'_>, alone: &[&Alone], all: Vec<Vec<f64>>, quiet: bool) -> Line {
     let Of { work, named, shares, governor } = *of;
     let got = |(at, windows): (usize, Vec<f64>)| {
         let asked = f64::from(shares[at]);
-        let ideal = asked * unpaced[at.min(unpaced.len() - 1)] / 100.0;
+        let alone = alone[at.min(alone.len() - 1)];
+        let ideal = asked * alone.unpaced_percent / 100.0;
         let mean = mean(&windows);
         let farther = |a: &&f64, b: &&f64| (**a - ideal).abs().total_cmp(&(**b - ideal).abs());
         Got {
             asked_percent: asked,
             ideal_percent: ideal,
+            paced_percent: asked * alone.paced_percent / f64::from(NEARLY_ALL),
             mean_percent: mean,
             worst_percent: windows.iter().max_by(farther).copied().unwrap_or(0.0),
             lost_percent: if ideal > 0.0 { (1.0 - mean / ideal) * 100.0 } else { 0.0 },
@@ -374,9 +403,10 @@ fn line(of: &Of<'_>, unpaced: &[f64], all: Vec<Vec<f64>>, quiet: bool) -> Line {
         say(
             quiet,
             &format!(
-                "{name:<24} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
+                "{name:<24} {shares:<14} {governor:<8} {:>5.0} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>7.2} {:>8.2}",
                 got.asked_percent,
                 got.ideal_percent,
+                got.paced_percent,
                 got.mean_percent,
                 got.worst_percent,
                 got.lost_percent,
