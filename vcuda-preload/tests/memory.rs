@@ -352,25 +352,27 @@ fn a_context_takes_its_sparse_arrays_along_and_what_leaves_them() {
 fn physical_memory_counts_while_a_multicast_object_uses_it() {
     let Some(model) = model() else { return };
     let mut session = model.ready();
-    let object = session.must("multicast");
-    let [one, two] = [0, 1].map(|_| session.must(&format!("create {}", 2 * MIB)));
-    let address = session.must(&format!("map {two} {}", 2 * MIB));
-    session.must(&format!("bind {object} {one} 0"));
-    session.must(&format!("bind-address {object} {address} {}", 2 * MIB));
-    session.must(&format!("unmap {address} {}", 2 * MIB));
-    session.must(&format!("release {one}"));
-    session.must(&format!("release {two}"));
-    exact(&model, &mut session, 4 * MIB);
-    session.must(&format!("unbind {object} 1 0"));
-    exact(&model, &mut session, 4 * MIB);
-    session.must(&format!("unbind {object} 0 0"));
-    exact(&model, &mut session, 2 * MIB);
-    // A mapping keeps the object, and the object what is bound to it.
-    let window = session.must(&format!("map {object} {}", 64 * MIB));
-    session.must(&format!("release {object}"));
-    exact(&model, &mut session, 2 * MIB);
-    session.must(&format!("unmap {window} {}", 64 * MIB));
-    exact(&model, &mut session, 0);
+    for (bind, bind_address) in [("bind", "bind-address"), ("bind-2", "bind-address-2")] {
+        let object = session.must("multicast");
+        let [one, two] = [0, 1].map(|_| session.must(&format!("create {}", 2 * MIB)));
+        let address = session.must(&format!("map {two} {}", 2 * MIB));
+        session.must(&format!("{bind} {object} {one} 0"));
+        session.must(&format!("{bind_address} {object} {address} {}", 2 * MIB));
+        session.must(&format!("unmap {address} {}", 2 * MIB));
+        session.must(&format!("release {one}"));
+        session.must(&format!("release {two}"));
+        exact(&model, &mut session, 4 * MIB);
+        session.must(&format!("unbind {object} 1 0"));
+        exact(&model, &mut session, 4 * MIB);
+        session.must(&format!("unbind {object} 0 0"));
+        exact(&model, &mut session, 2 * MIB);
+        // A mapping keeps the object, and the object what is bound to it.
+        let window = session.must(&format!("map {object} {}", 64 * MIB));
+        session.must(&format!("release {object}"));
+        exact(&model, &mut session, 2 * MIB);
+        session.must(&format!("unmap {window} {}", 64 * MIB));
+        exact(&model, &mut session, 0);
+    }
     assert_eq!(model.passed(), 0);
 }
 
@@ -561,7 +563,7 @@ fn what_is_imported_time_and_again_goes_with_the_last() {
     let block = one.must(&format!("alloc {}", 64 * MIB));
     let handle = one.must(&format!("ipc-get {block}"));
     assert_eq!(one.must(&format!("ipc-get {block}")), handle);
-    let opened: Vec<_> = (0..3).map(|_| two.must(&format!("ipc-open {handle}"))).collect();
+    let opened = ["ipc-open", "ipc-open-1", "ipc-open"].map(|open| two.must(&format!("{open} {handle}")));
     one.must(&format!("free {block}"));
     for address in &opened {
         exact(&model, &mut one, 64 * MIB);
@@ -684,8 +686,12 @@ fn a_pool_does_not_grow_past_the_ceiling_for_what_another_stream_still_uses() {
     session.must(&format!("async {} {two}", most - 32 * MIB));
     assert_eq!((model.passed(), model.refusals(0)), (0, 1));
     // A stream that is gone is not asked.
-    session.must(&format!("destroy-stream {one}"));
-    assert_eq!(session.call(&format!("async {} {two}", 64 * MIB)).0, OUT_OF_MEMORY);
+    let three = session.must("stream");
+    session.must(&format!("async 1000 {three}"));
+    for (destroy, stream) in [("destroy-stream", one), ("destroy-stream-1", three)] {
+        session.must(&format!("{destroy} {stream}"));
+        assert_eq!(session.call(&format!("async {} {two}", 64 * MIB)).0, OUT_OF_MEMORY);
+    }
     assert_eq!(model.passed(), 0);
 }
 
@@ -853,6 +859,96 @@ fn memory_of_a_pool_is_that_of_its_device_whatever_the_stream() {
         exact(&model, &mut session, 32 * MIB);
         session.kill();
     }
+    assert_eq!(model.passed(), 0);
+}
+
+/// Of CUDA 2.0: addresses and sizes have 32 bits.
+#[test]
+fn the_oldest_names_count_as_their_successors_do() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let block = session.must(&format!("alloc-32 {}", 3 * MIB));
+    exact(&model, &mut session, 4 * MIB);
+    let pitched = session.must("pitch-32 1000 1024");
+    exact(&model, &mut session, 5 * MIB);
+    let array = session.must("array-32 512 512");
+    exact(&model, &mut session, 6 * MIB);
+    let flat = session.must("array2-32 512 512");
+    exact(&model, &mut session, 7 * MIB);
+    let (free, total) = (CEILING - 7 * MIB, CEILING);
+    assert_eq!(session.call("info-32"), (0, free, total));
+    assert_eq!(session.call("total-32 0"), (0, CEILING, 0));
+    for command in
+        ["alloc-32 2000000000", "pitch-32 2000000 1000", "array-32 100000 10000", "array2-32 100000 10000"]
+    {
+        assert_eq!(session.call(command).0, OUT_OF_MEMORY, "{command}");
+    }
+    for (command, of) in
+        [("free-32", block), ("free-32", pitched), ("free-array", array), ("free-array", flat)]
+    {
+        session.must(&format!("{command} {of}"));
+    }
+    exact(&model, &mut session, 0);
+    for (make, end) in [("exec-1", "reset-1 0"), ("exec-2", "release-primary-1 0")] {
+        let graph = session.must("graph");
+        session.must(&format!("graph-alloc {graph} {} 0", 10 * MIB));
+        let exec = session.must(&format!("{make} {graph}"));
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 10 * MIB);
+        session.must("wait-context-2 0");
+        session.must(&format!("free-exec {exec}"));
+        session.must("trim-graphs 0");
+        // What is made in a context goes with it.
+        for destroy in ["destroy-1", "detach"] {
+            let context = session.must("context 0");
+            session.must(&format!("alloc {MIB}"));
+            exact(&model, &mut session, MIB);
+            session.must(&format!("{destroy} {context}"));
+            assert_eq!((model.held(0), model.accounted(0)), (0, 0), "{destroy}");
+        }
+        session.must(&format!("alloc {MIB}"));
+        exact(&model, &mut session, MIB);
+        session.must(end);
+        assert_eq!((model.held(0), model.accounted(0)), (0, 0), "{end}");
+        session.kill();
+        session = model.ready();
+    }
+    assert_eq!(model.passed(), 0);
+}
+
+/// What a program calls that is built with `--default-stream per-thread`.
+#[test]
+fn names_for_per_thread_streams_count_as_the_others_do() {
+    let Some(model) = model() else { return };
+    let mut session = Session::of(model.command().env("SESSION_PER_THREAD", "1"));
+    session.must("init 0");
+    let pool = session.must("pool-of 0");
+    let block = session.must(&format!("from-pool {} {pool}", 10 * MIB));
+    exact(&model, &mut session, 32 * MIB);
+    assert_eq!(session.call(&format!("from-pool {} {pool}", 2 * CEILING)).0, OUT_OF_MEMORY);
+    session.must(&format!("free-async {block}"));
+    session.must("wait");
+    exact(&model, &mut session, 0);
+    let array = session.must("array 4096 4096 64");
+    let tile = session.must(&format!("create {}", 2 * MIB));
+    exact(&model, &mut session, 2 * MIB);
+    session.must(&format!("tile {array} {tile} 0"));
+    session.must(&format!("release {tile}"));
+    exact(&model, &mut session, 2 * MIB);
+    session.must(&format!("tile {array} 0 0"));
+    session.must("wait");
+    exact(&model, &mut session, 0);
+    // What is captured takes its memory when the graph is uploaded or first runs.
+    let stream = session.must("stream");
+    session.must(&format!("capture {stream}"));
+    session.must(&format!("from-pool {} {pool} {stream}", 20 * MIB));
+    let graph = session.must(&format!("end-capture {stream}"));
+    exact(&model, &mut session, 0);
+    let exec = session.must(&format!("exec {graph}"));
+    session.must(&format!("upload {exec} {stream}"));
+    exact(&model, &mut session, 20 * MIB);
+    session.must(&format!("exec-uploaded {graph} {stream}"));
+    exact(&model, &mut session, 40 * MIB);
     assert_eq!(model.passed(), 0);
 }
 

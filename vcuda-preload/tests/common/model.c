@@ -1532,3 +1532,65 @@ int nvmlDeviceGetProcessUtilization(void *device, struct sample *samples, unsign
     return *count = found, !samples || found > room ? 7 : 0;
 }
 int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { return (void)device, rates[0] = 90, rates[1] = 80, 0; }
+
+/* ---- names of other ABIs: for per-thread default streams, as they were before _v2, and with 32 bits ---- */
+
+int cuMemAllocFromPoolAsync_ptsz(uint64_t *address, size_t bytes, struct pool *pool, struct stream *stream) {
+    return cuMemAllocFromPoolAsync(address, bytes, pool, stream);
+}
+int cuMemFreeAsync_ptsz(uint64_t address, struct stream *stream) { return cuMemFreeAsync(address, stream); }
+int cuMemMapArrayAsync_ptsz(struct map_info *list, unsigned count, struct stream *stream) {
+    return cuMemMapArrayAsync(list, count, stream);
+}
+int cuStreamSynchronize_ptsz(struct stream *stream) { return cuStreamSynchronize(stream); }
+int cuStreamEndCapture_ptsz(struct stream *stream, struct graph **graph) { return cuStreamEndCapture(stream, graph); }
+int cuGraphUpload_ptsz(struct exec *exec, struct stream *stream) { return cuGraphUpload(exec, stream); }
+int cuGraphInstantiateWithParams_ptsz(struct exec **exec, struct graph *graph, struct instantiate *parameters) {
+    return cuGraphInstantiateWithParams(exec, graph, parameters);
+}
+int cuGraphInstantiate(struct exec **exec, struct graph *graph, struct node **node, char *log, size_t size) {
+    return (void)node, (void)log, (void)size, cuGraphInstantiateWithFlags(exec, graph, 0);
+}
+int cuGraphInstantiate_v2(struct exec **exec, struct graph *graph, struct node **node, char *log, size_t size) {
+    return cuGraphInstantiate(exec, graph, node, log, size);
+}
+int cuCtxDestroy(struct context *context) { return cuCtxDestroy_v2(context); }
+int cuCtxDetach(struct context *context) { return cuCtxDestroy_v2(context); }
+int cuCtxSynchronize_v2(struct context *context) { return (void)context, cuCtxSynchronize(); }
+int cuStreamDestroy(struct stream *stream) { return cuStreamDestroy_v2(stream); }
+int cuIpcOpenMemHandle(uint64_t *address, struct ipc handle, unsigned flags) {
+    return cuIpcOpenMemHandle_v2(address, handle, flags);
+}
+int cuDevicePrimaryCtxRelease(int device) { return cuDevicePrimaryCtxRelease_v2(device); }
+int cuDevicePrimaryCtxReset(int device) { return cuDevicePrimaryCtxReset_v2(device); }
+int cuMemAlloc(uint32_t *address, uint32_t bytes) {
+    uint64_t made;
+    int result = cuMemAlloc_v2(&made, bytes);
+    return result ? result : (*address = made - BASE, OK);
+}
+int cuMemAllocPitch(uint32_t *address, uint32_t *pitch, uint32_t width, uint32_t height, unsigned element) {
+    uint64_t made;
+    size_t length;
+    int result = cuMemAllocPitch_v2(&made, &length, width, height, element);
+    return result ? result : (*address = made - BASE, *pitch = length, OK);
+}
+int cuMemFree(uint32_t address) { return cuMemFree_v2(BASE + address); }
+int cuMemGetInfo(uint32_t *free, uint32_t *total) {
+    size_t left, all;
+    int result = cuMemGetInfo_v2(&left, &all);
+    return result ? result : (*free = left, *total = all, OK);
+}
+int cuDeviceTotalMem(uint32_t *bytes, int device) {
+    size_t all;
+    int result = cuDeviceTotalMem_v2(&all, device);
+    return result ? result : (*bytes = all, OK);
+}
+struct flat_32 { uint32_t width, height; unsigned format, channels; };
+int cuArrayCreate(struct array **array, const struct flat_32 *of) {
+    return make_array(array, size_of(&(struct shape){of->width, of->height, 0, of->format, of->channels, 0}), 0);
+}
+struct shape_32 { uint32_t width, height, depth; unsigned format, channels, flags; };
+int cuArray3DCreate(struct array **array, const struct shape_32 *of) {
+    struct shape shape = {of->width, of->height, of->depth, of->format, of->channels, of->flags};
+    return cuArray3DCreate_v2(array, &shape);
+}

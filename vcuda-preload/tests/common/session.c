@@ -51,7 +51,13 @@ static void *function(const char *name) {
                 if (number)
                     *number = 0;
                 resolve(base, &address, 12040, flags, NULL);
-            } else
+            } else if (getenv("SESSION_PER_THREAD")) {
+                /* By the name for per-thread default streams, where there is one. */
+                char other[96];
+                sprintf(other, "%s_ptsz", name);
+                address = dlsym(cuda, other);
+            }
+            if (!address)
                 address = dlsym(strncmp(name, "nvml", 4) ? cuda : nvml, name);
             if (!address)
                 fprintf(stderr, "%s: %s\n", name, dlerror()), exit(3);
@@ -330,6 +336,10 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "only-init")) return CALL("cuInit", 0UL);
     if (!strcmp(name, "context")) return CALL("cuCtxCreate_v2", out, 0UL, a);
     if (!strcmp(name, "destroy")) return CALL("cuCtxDestroy_v2", a);
+    if (!strcmp(name, "destroy-1")) return CALL("cuCtxDestroy", a);
+    if (!strcmp(name, "detach")) return CALL("cuCtxDetach", a);
+    if (!strcmp(name, "release-primary-1")) return CALL("cuDevicePrimaryCtxRelease", a);
+    if (!strcmp(name, "reset-1")) return CALL("cuDevicePrimaryCtxReset", a);
     if (!strcmp(name, "green")) {
         /* A green context, and its context, which is made the current one. */
         int result = CALL("cuGreenCtxCreate", out, NULL, a, 1UL);
@@ -349,6 +359,20 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         return CALL("cuCtxSetCurrent", context);
     }
     if (!strcmp(name, "alloc")) return CALL("cuMemAlloc_v2", out, a);
+    /* Addresses, sizes and shapes of 32 bits. */
+    if (!strcmp(name, "alloc-32")) return CALL("cuMemAlloc", out, a);
+    if (!strcmp(name, "pitch-32")) return CALL("cuMemAllocPitch", out, out + 1, a, b, 4UL);
+    if (!strcmp(name, "free-32")) return CALL("cuMemFree", a);
+    if (!strcmp(name, "info-32")) return CALL("cuMemGetInfo", out, out + 1);
+    if (!strcmp(name, "total-32")) return CALL("cuDeviceTotalMem", out, a);
+    if (!strcmp(name, "array-32")) {
+        struct { unsigned width, height, depth, format, channels, flags; } shape = {a, b, 0, 0x20, 1, c};
+        return CALL("cuArray3DCreate", out, &shape);
+    }
+    if (!strcmp(name, "array2-32")) {
+        struct { unsigned width, height, format, channels; } shape = {a, b, 1, 4};
+        return CALL("cuArrayCreate", out, &shape);
+    }
     if (!strcmp(name, "managed")) return CALL("cuMemAllocManaged", out, a, 1UL);
     if (!strcmp(name, "pitch")) return CALL("cuMemAllocPitch_v2", out, out + 1, a, b, 4UL);
     if (!strcmp(name, "free")) return CALL("cuMemFree_v2", a);
@@ -441,6 +465,8 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     }
     if (!strcmp(name, "bind")) return CALL("cuMulticastBindMem", a, c, b, 0UL, 2UL << 20, 0UL);
     if (!strcmp(name, "bind-address")) return CALL("cuMulticastBindAddr", a, c, b, 2UL << 20, 0UL);
+    if (!strcmp(name, "bind-2")) return CALL("cuMulticastBindMem_v2", a, 0UL, c, b, 0UL, 2UL << 20, 0UL);
+    if (!strcmp(name, "bind-address-2")) return CALL("cuMulticastBindAddr_v2", a, 0UL, c, b, 2UL << 20, 0UL);
     if (!strcmp(name, "unbind")) return CALL("cuMulticastUnbind", a, b, c, 2UL << 20);
     if (!strcmp(name, "endpoint")) {
         u64 properties[4] = {1, 64 << 20};
@@ -453,6 +479,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "stream")) return CALL("cuStreamCreate", out, 0UL);
     if (!strcmp(name, "wait")) return CALL("cuStreamSynchronize", a);
     if (!strcmp(name, "wait-context")) return CALL("cuCtxSynchronize");
+    if (!strcmp(name, "wait-context-2")) return CALL("cuCtxSynchronize_v2", a);
     if (!strcmp(name, "graph")) return CALL("cuGraphCreate", out, 0UL);
     if (!strcmp(name, "graph-alloc") || !strcmp(name, "graph-leave")) {
         struct alloc alloc = {properties, NULL, 0, b, 0};
@@ -476,6 +503,9 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "capture")) return CALL("cuStreamBeginCapture_v2", a, 0UL);
     if (!strcmp(name, "end-capture")) return CALL("cuStreamEndCapture", a, out);
     if (!strcmp(name, "exec")) return CALL("cuGraphInstantiateWithFlags", out, a, 0UL);
+    if (!strcmp(name, "exec-1")) return CALL("cuGraphInstantiate", out, a, NULL, NULL, 0UL);
+    if (!strcmp(name, "exec-2")) return CALL("cuGraphInstantiate_v2", out, a, NULL, NULL, 0UL);
+    if (!strcmp(name, "upload")) return CALL("cuGraphUpload", a, b);
     if (!strcmp(name, "exec-uploaded")) {
         /* Its memory is taken at once. Told are the handle, and what the parameters say then. */
         struct { u64 flags, stream, node; int result; } parameters = {2, b, 77, 77};
@@ -596,6 +626,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "launch-by")) return launch_by(c, a, b);
     if (!strcmp(name, "sync")) return CALL("cuCtxSynchronize");
     if (!strcmp(name, "destroy-stream")) return CALL("cuStreamDestroy_v2", a);
+    if (!strcmp(name, "destroy-stream-1")) return CALL("cuStreamDestroy", a);
     if (!strcmp(name, "marks-captured")) return out[0] = ((int (*)(void))of_model("modelRecordedWhileCapturing"))(), 0;
     if (!strcmp(name, "fork-spin")) {
         /* For `b` ms, a child for each launch of `a` ns, which waits for it or (`c`) does not. */
@@ -682,9 +713,10 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "export-fabric")) return out[1] = CALL("cuMemExportToShareableHandle", handle, a, 8UL, 0UL), out[0] = *handle, out[1];
     if (!strcmp(name, "import-fabric")) return CALL("cuMemImportFromShareableHandle", out, handle, 8UL);
     if (!strcmp(name, "ipc-get")) return out[1] = CALL("cuIpcGetMemHandle", handle, a), out[0] = *handle, out[1];
-    if (!strcmp(name, "ipc-open")) {
+    if (!strncmp(name, "ipc-open", 8)) {
         typedef struct { u64 words[8]; } ipc;
-        return ((int (*)(u64 *, ipc, unsigned))function("cuIpcOpenMemHandle_v2"))(out, (ipc){{a}}, 1);
+        void *open = name[8] ? function("cuIpcOpenMemHandle") : function("cuIpcOpenMemHandle_v2");
+        return ((int (*)(u64 *, ipc, unsigned))open)(out, (ipc){{a}}, 1);
     }
     if (!strcmp(name, "ipc-close")) return CALL("cuIpcCloseMemHandle", a);
     if (!strcmp(name, "leave-child")) {
