@@ -276,13 +276,7 @@ fn long_kernels_get_their_shares_in_longer_slots() {
         for cores in &beside[..if full() { 4 } else { 2 }] {
             let (world, means) = stretched(cores, &vec![&load; cores.len()], seconds, settled);
             println!("{cores:?} {kernel_ms} ms: {means:.2?} {:?}", world.stretching);
-            let short = if kernel_ms > 5 {
-                1.0
-            } else if cores.contains(&10) {
-                0.3
-            } else {
-                0.5
-            };
+            let short = if kernel_ms == 5 { 0.3 } else { 1.0 };
             for ((core, got), windows) in cores.iter().zip(&means).zip(world.shares()) {
                 let asked = f64::from(*core);
                 assert!(
