@@ -14,8 +14,8 @@ working() {
     done &
     ticker=$!
     "$@" || status=$?
-    kill "$ticker" 2>/dev/null
-    wait "$ticker" 2>/dev/null
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
     return "$status"
 }
 
