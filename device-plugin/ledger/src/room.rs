@@ -14,8 +14,11 @@ use rustix::{
 pub(crate) const FOLDER: &str = "writable";
 
 /// Bytes that a container can write, and files: the usage file, and the one that it is renamed from.
-const BYTES: u64 = 1 << 20;
+const BYTES: u64 = 3 << 20;
 const INODES: u32 = 4;
+
+/// A process that writes to a part of its usage file for which there is no room ends with SIGBUS.
+const _: () = assert!(region::USAGE_BYTES <= BYTES);
 
 /// Makes the folder at `path` and mounts a file system of [`BYTES`] there.
 ///
@@ -60,10 +63,13 @@ mod tests {
         let share = shares.path().join("uid_main");
         fs::create_dir(&share).unwrap();
         make(&share.join(FOLDER)).unwrap();
-        let file = File::create(share.join(FOLDER).join("usage")).unwrap();
+        let usage = share.join(FOLDER).join("usage");
+        region::Usage::create(&usage).unwrap();
+        let file = File::options().write(true).open(&usage).unwrap();
         let page = [1; 4096];
-        let written = (0..1 << 20).take_while(|n| file.write_all_at(&page, n * 4096).is_ok()).count();
-        assert!(written <= 256, "{written} pages fit");
+        let written = (0..1 << 20).take_while(|n| file.write_all_at(&page, n * 4096).is_ok()).count() as u64;
+        assert!(written <= BYTES / 4096, "{written} pages fit");
+        assert!(written >= region::USAGE_BYTES / 4096, "all of the usage file, and not {written} pages");
         assert!((0..100).any(|n| File::create(share.join(FOLDER).join(n.to_string())).is_err()));
 
         // Renamed first, as the ledger does, and open all the while, as containers have it.

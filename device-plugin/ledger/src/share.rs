@@ -145,7 +145,7 @@ impl ShareFolder {
         self.0.join(room::FOLDER).join("usage")
     }
 
-    /// Makes the room that [`Self::usage`] lies in: 1 MiB, in memory, which the container can fill without harm. It
+    /// Makes the room that [`Self::usage`] lies in: 3 MiB, in memory, which the container can fill without harm. It
     /// goes when the ledger removes the share.
     ///
     /// # Errors

@@ -8,12 +8,15 @@ pub(crate) fn point() {
 }
 
 #[cfg(feature = "fault-points")]
-pub use armed::{after, hook};
+pub use armed::{after, hook, use_stock};
+
+#[cfg(feature = "fault-points")]
+pub(crate) use armed::stock;
 
 #[cfg(feature = "fault-points")]
 mod armed {
     use std::{
-        cell::RefCell,
+        cell::{Cell, RefCell},
         sync::atomic::{AtomicI32, AtomicI64, Ordering::Relaxed},
     };
 
@@ -21,12 +24,22 @@ mod armed {
     static SIGNAL: AtomicI32 = AtomicI32::new(0);
 
     thread_local! {
+        static STOCK: Cell<Option<usize>> = const { Cell::new(None) };
         static HOOK: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
     }
 
     /// Has `hook` called at every point that this thread comes to.
     pub fn hook(hook: impl Fn() + 'static) {
         HOOK.set(Some(Box::new(hook)));
+    }
+
+    /// Has this thread use stock `number`, below 15, of its process.
+    pub fn use_stock(number: usize) {
+        STOCK.set(Some(number));
+    }
+
+    pub(crate) fn stock() -> Option<usize> {
+        STOCK.get()
     }
 
     /// Sends this process `signal` at the point after the next `points` ones, once.

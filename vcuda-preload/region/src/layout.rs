@@ -1,8 +1,14 @@
-//! The two files, field by field. Offsets are fixed: a test pins them, [`crate::VERSION`] names them.
+//! The two files, field by field. Offsets are fixed: a test pins them, [`LIMITS_VERSION`] and
+//! [`USAGE_VERSION`] name them.
 
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{
+    AtomicU32, AtomicU64,
+    Ordering::{Relaxed, Release},
+};
 
-use crate::{MAX_EXPORTS, MAX_GPUS, MAX_PROCESSES, VERSION, pair::AtomicPair};
+use crate::{
+    LIMITS_VERSION, MAX_EXPORTS, MAX_GPUS, MAX_PROCESSES, USAGE_VERSION, pair::AtomicPair, stock::STOCKS,
+};
 
 pub(crate) const LIMITS_MAGIC: u64 = u64::from_le_bytes(*b"vcudalim");
 pub(crate) const USAGE_MAGIC: u64 = u64::from_le_bytes(*b"vcudause");
@@ -60,7 +66,8 @@ pub(crate) struct LimitEntry {
     pub refund_ns: AtomicU64,
 }
 
-/// `usage`: header page, totals page, then one slot a process, then what processes let each other have.
+/// `usage`: header page, totals page, then one slot a process, then what processes let each other have, then the stocks of
+/// each process.
 #[repr(C, align(4096))]
 pub(crate) struct UsageFile {
     pub header: Header,
@@ -75,6 +82,14 @@ pub(crate) struct UsageFile {
     _reserved_too: [AtomicU64; 256],
     pub slots: [Slot; MAX_PROCESSES],
     pub exports: [Export; MAX_EXPORTS],
+    pub stocks: [[StockLine; STOCKS]; MAX_PROCESSES],
+}
+
+/// A stock of one process on each GPU, which one thread or few use: on cache lines of its own.
+#[repr(C, align(128))]
+pub(crate) struct StockLine {
+    /// See `stock::Stock`.
+    pub gpus: [AtomicU64; MAX_GPUS],
 }
 
 /// A piece of memory that more than one process may hold.
@@ -96,7 +111,9 @@ pub(crate) struct GpuTotal {
     pub total: AtomicPair,
     /// Allocations that the ceiling refused.
     pub refusals: AtomicU64,
-    _reserved: [AtomicU64; 5],
+    /// So many frees are to go past the stocks, because an allocation needed what was in them.
+    pub past_stocks: AtomicU64,
+    _reserved: [AtomicU64; 4],
     /// CLOCK_MONOTONIC in nanoseconds up to which the share's time is used up: the budget. On another cache line than the
     /// total.
     pub next_ns: AtomicU64,
@@ -130,7 +147,9 @@ pub(crate) struct Slot {
     pub throttled_ns: AtomicU64,
     /// Per GPU: CLOCK_MONOTONIC in nanoseconds since when work of the process is under way that is not counted; 0 if none.
     pub open_since_ns: [AtomicU64; MAX_GPUS],
-    _reserved: [AtomicU64; 2],
+    /// Bit per stock: set before anything is ever put into it on any GPU, never cleared. The others are all zero.
+    pub stocks_used: AtomicU64,
+    _reserved: AtomicU64,
     /// Kernel launches of one of its threads, which needs no locked instruction to count here. On another cache line
     /// than those of all others.
     pub launches_of_one: AtomicU64,
@@ -142,19 +161,42 @@ pub(crate) struct Slot {
 pub(crate) const LIMITS_SIZE: usize = size_of::<LimitsFile>();
 pub(crate) const USAGE_SIZE: usize = size_of::<UsageFile>();
 
-impl Header {
-    /// Says what is wrong with this header, if anything is.
-    pub fn check(magic: u64, version: u32, size: u32, wanted: u64, wanted_size: usize) -> Result<(), String> {
-        if magic != wanted {
+/// What the header of a file must say.
+#[derive(Clone, Copy)]
+pub(crate) struct Kind {
+    magic: u64,
+    version: u32,
+    size: usize,
+}
+
+pub(crate) const LIMITS: Kind = Kind { magic: LIMITS_MAGIC, version: LIMITS_VERSION, size: LIMITS_SIZE };
+pub(crate) const USAGE: Kind = Kind { magic: USAGE_MAGIC, version: USAGE_VERSION, size: USAGE_SIZE };
+
+/// `usage` of the shims before there were stocks. It ends where they begin, and is the same up to there.
+pub(crate) const USAGE_WITHOUT_STOCKS: Kind =
+    Kind { version: 2, size: std::mem::offset_of!(UsageFile, stocks), ..USAGE };
+
+impl Kind {
+    /// Says what is wrong with a header, if anything is.
+    pub fn check(self, magic: u64, version: u32, size: u32) -> Result<(), String> {
+        if magic != self.magic {
             return Err("is not what its name says (wrong magic number)".into());
         }
-        if version != VERSION {
-            return Err(format!("has layout version {version}, this build knows {VERSION}"));
+        if version != self.version {
+            return Err(format!("has layout version {version}, this build knows {}", self.version));
         }
-        if u64::from(size) != wanted_size as u64 {
-            return Err(format!("says it has {size} bytes, layout {VERSION} has {wanted_size}"));
+        if u64::from(size) != self.size as u64 {
+            return Err(format!("says it has {size} bytes, layout {version} has {}", self.size));
         }
         Ok(())
+    }
+
+    /// Writes the header of a new file, the magic number last.
+    pub fn stamp(self, header: &Header) {
+        header.version.store(self.version, Relaxed);
+        // Both files are far below 4 GiB.
+        header.size.store(u32::try_from(self.size).unwrap_or(u32::MAX), Relaxed);
+        header.magic.store(self.magic, Release);
     }
 }
 
@@ -164,11 +206,13 @@ mod tests {
 
     use super::*;
 
-    /// Files outlive the programs that wrote them: whoever moves a field must raise `VERSION`.
+    /// Files outlive the programs that wrote them: whoever moves a field must raise the version.
     #[test]
-    fn layout_2_stays_as_it_is() {
-        assert_eq!(VERSION, 2);
-        assert_eq!((LIMITS_SIZE, USAGE_SIZE), (4096, 8192 + 1024 * 512 + 1024 * 192));
+    fn layouts_stay_as_they_are() {
+        assert_eq!((LIMITS_VERSION, USAGE_VERSION), (2, 3));
+        assert_eq!(USAGE_WITHOUT_STOCKS.size, 8192 + 1024 * 512 + 1024 * 192);
+        assert_eq!((LIMITS_SIZE, USAGE_SIZE), (4096, USAGE_WITHOUT_STOCKS.size + 1024 * 15 * 128));
+        assert_eq!((offset_of!(UsageFile, stocks) % 128, size_of::<StockLine>()), (0, 128));
         assert_eq!((offset_of!(LimitsFile, heartbeat_ns), offset_of!(LimitsFile, gpus)), (24, 128));
         assert_eq!(size_of::<LimitEntry>(), 128);
         assert_eq!(offset_of!(LimitEntry, memory_bytes), 16);
@@ -186,10 +230,11 @@ mod tests {
         assert_eq!((offset_of!(UsageFile, exports), offset_of!(Export, importers)), (8192 + 1024 * 512, 64));
         assert_eq!((offset_of!(UsageFile, slots), size_of::<Slot>()), (8192, 512));
         assert_eq!((size_of::<GpuTotal>(), offset_of!(GpuTotal, refusals)), (128, 16));
+        assert_eq!(offset_of!(GpuTotal, past_stocks), 24);
         assert_eq!((offset_of!(GpuTotal, next_ns), offset_of!(GpuTotal, frontier_ns)), (64, 72));
         assert_eq!((offset_of!(GpuTotal, charged_ns), offset_of!(GpuTotal, waiting_ns)), (80, 88));
         assert_eq!(offset_of!(GpuTotal, done_ns), 96);
-        assert_eq!(offset_of!(Slot, open_since_ns), 48);
+        assert_eq!((offset_of!(Slot, open_since_ns), offset_of!(Slot, stocks_used)), (48, 176));
         assert_eq!((offset_of!(Slot, launches), offset_of!(Slot, launches_of_one)), (32, 192));
         assert_eq!(offset_of!(Slot, held), 256);
     }

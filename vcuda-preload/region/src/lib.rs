@@ -3,11 +3,13 @@
 //!
 //! `limits` is written by the node and only read in the container. `usage` is written by every process of the
 //! container, so the node reads it as it would read anything hostile. Both are fixed in size, hold nothing but
-//! atomics, and are the same on every machine word for word; a change of layout changes [`VERSION`].
+//! atomics, and are the same on every machine word for word; a change of layout changes [`LIMITS_VERSION`] or
+//! [`USAGE_VERSION`].
 //!
 //! It must not know about CUDA, NVML, or who calls it.
 
 mod account;
+mod bits;
 mod budget;
 mod correct;
 mod exports;
@@ -24,6 +26,7 @@ mod process;
 mod refund;
 mod slots;
 mod snapshot;
+mod stock;
 mod stretch;
 mod usage;
 
@@ -39,9 +42,16 @@ pub use snapshot::{GpuUsage, ProcessUsage, UsageReader, UsageSnapshot};
 pub use stretch::{Demand, KernelLength, Stretching};
 pub use usage::{Process, Usage};
 
-/// Version of both layouts. The shim refuses files of another version; the node writes files and mounts the shim
+/// Version of the layout of `limits`. The shim refuses files of another version; the node writes files and mounts the shim
 /// of one version together, so they only differ where a file outlived an upgrade.
-pub const VERSION: u32 = 2;
+pub const LIMITS_VERSION: u32 = 2;
+
+/// Version of the layout of `usage`, of which the same is true. The node also reads version 2, of containers that were
+/// started before it was upgraded.
+pub const USAGE_VERSION: u32 = 3;
+
+/// Size of a `usage` file in bytes, a multiple of 4096. It is sparse; all of it may be written to in time.
+pub const USAGE_BYTES: u64 = layout::USAGE_SIZE as u64;
 
 /// GPUs that one share can span.
 pub const MAX_GPUS: usize = 16;

@@ -16,8 +16,8 @@ use std::{
 };
 
 use crate::{
-    Lease, MAX_GPUS, Pace, Slots, Stretch, VERSION,
-    layout::{Header, LIMITS_MAGIC, LIMITS_SIZE, LimitEntry, LimitsFile},
+    Lease, MAX_GPUS, Pace, Slots, Stretch,
+    layout::{Header, LIMITS, LIMITS_SIZE, LimitEntry, LimitsFile},
     mapping::{Mapping, NEVER_WAITS, invalid, open},
     pair::{halves, whole},
 };
@@ -75,7 +75,7 @@ impl Limits {
             }
             map.gpu_count.store(count, Relaxed);
             map.stretches.store(1, Relaxed);
-            stamp(&map.header, LIMITS_MAGIC, LIMITS_SIZE);
+            LIMITS.stamp(&map.header);
             Ok(())
         })
     }
@@ -324,15 +324,7 @@ fn words(uuid: &[u8; 16]) -> (u64, u64) {
 
 fn check(file: &LimitsFile) -> io::Result<()> {
     let Header { magic, version, size } = &file.header;
-    Header::check(magic.load(Acquire), version.load(Relaxed), size.load(Relaxed), LIMITS_MAGIC, LIMITS_SIZE)
-        .map_err(invalid)
-}
-
-/// Fills in a header, the magic number last.
-pub(crate) fn stamp(header: &Header, magic: u64, size: usize) {
-    header.version.store(VERSION, Relaxed);
-    header.size.store(u32::try_from(size).unwrap_or(0), Relaxed);
-    header.magic.store(magic, Release);
+    LIMITS.check(magic.load(Acquire), version.load(Relaxed), size.load(Relaxed)).map_err(invalid)
 }
 
 /// Writes `size` zeros into the new `file`. Where a disk has no room, that is an error; to write a part of a mapped file that
@@ -374,7 +366,7 @@ pub(crate) fn replace(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::VERSION;
+    use crate::LIMITS_VERSION;
 
     fn gpu(n: u8, memory_bytes: u64) -> GpuLimit {
         GpuLimit {
@@ -456,7 +448,7 @@ mod tests {
         bytes[8] += 1;
         fs::write(&path, bytes).unwrap();
         let error = Limits::open(&path).err().unwrap().to_string();
-        assert!(error.contains(&format!("version {}", VERSION + 1)), "{error}");
+        assert!(error.contains(&format!("version {}", LIMITS_VERSION + 1)), "{error}");
     }
 
     #[test]

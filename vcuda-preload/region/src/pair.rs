@@ -39,6 +39,11 @@ impl AtomicPair {
         }
     }
 
+    /// The high word at some instant during the call.
+    pub fn high(&self) -> u64 {
+        self.high.load(Acquire)
+    }
+
     /// Stores `new` if the value is `old`; tells whether it did. Sequentially consistent.
     pub fn replace(&self, old: u128, new: u128) -> bool {
         // SAFETY: `self` is 16 bytes of interior-mutable memory, aligned to 16, and writable: read-only mappings

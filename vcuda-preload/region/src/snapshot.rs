@@ -2,6 +2,7 @@
 //! container that truncates it faults nobody here; sizes, counts and time are bounded; figures saturate.
 
 use std::{
+    array::from_fn,
     fs::{File, OpenOptions},
     io,
     os::{
@@ -16,9 +17,10 @@ use crate::{
     MAX_EXPORTS, MAX_GPUS, MAX_PROCESSES,
     account::{Held, Total, bytes},
     exports::owner,
-    layout::{Export, GpuTotal, Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
+    layout::{Export, GpuTotal, Header, Slot, StockLine, USAGE, USAGE_WITHOUT_STOCKS, UsageFile},
     mapping::{NEVER_WAITS, invalid},
     pair::whole,
+    stock::{STOCKS, Stock},
     usage::{is_kept, locked},
 };
 
@@ -34,6 +36,9 @@ fn busy() -> Duration {
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
+
+/// Of one process, by GPU.
+type Stocks = [[Stock; STOCKS]; MAX_GPUS];
 
 /// Reads a container's `usage`, time and again.
 pub struct UsageReader {
@@ -124,7 +129,10 @@ impl UsageReader {
         let magic = word(&head, std::mem::offset_of!(Header, magic));
         let [a, b, c, d, size @ ..] = word(&head, std::mem::offset_of!(Header, version)).to_le_bytes();
         let (version, size) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(size));
-        Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
+        let stocks = USAGE_WITHOUT_STOCKS.check(magic, version, size).is_err();
+        if stocks {
+            USAGE.check(magic, version, size).map_err(invalid)?;
+        }
 
         let mut snapshot = UsageSnapshot { gpus: vec![GpuUsage::default(); MAX_GPUS], ..Default::default() };
         let mut totals = [Total::default(); MAX_GPUS];
@@ -149,7 +157,8 @@ impl UsageReader {
             if busy().saturating_sub(begun) > LOCKS_TIME_LIMIT {
                 return Err(invalid("holds so many locks that its processes cannot be told apart"));
             }
-            *alive = self.add_slot(slot, &totals, locks, &mut snapshot)?;
+            let stocks = if stocks && locks { self.stocks(slot)? } else { Stocks::default() };
+            *alive = self.add_slot(slot, &totals, &stocks, locks, &mut snapshot)?;
         }
         let used = word(&head, std::mem::offset_of!(UsageFile, exports_used)).min(MAX_EXPORTS as u64);
         if locks && used > 0 {
@@ -162,6 +171,7 @@ impl UsageReader {
         &self,
         slot: usize,
         totals: &[Total; MAX_GPUS],
+        stocks: &Stocks,
         locks: bool,
         snapshot: &mut UsageSnapshot,
     ) -> io::Result<bool> {
@@ -192,11 +202,24 @@ impl UsageReader {
         }
         let held = |gpu: usize, total: Total| {
             let at = std::mem::offset_of!(Slot, held) + gpu * 16;
-            bytes(Held::unpack(pair(&text, at)).with(slot, total).units)
+            let held = Held::unpack(pair(&text, at));
+            let in_stock = |(number, stock): (usize, &Stock)| {
+                // What the last change has drained counts no more, carried over or not.
+                let drained = stock.draining
+                    && (total.slot, total.drained) == (slot, Some(number))
+                    && total.sequence != held.sequence;
+                if drained { 0 } else { stock.units }
+            };
+            let in_stock = stocks[gpu].iter().enumerate().map(in_stock).sum();
+            bytes(held.with(slot, total).units.saturating_sub(in_stock))
         };
         let bytes: Vec<_> = totals.iter().enumerate().map(|(gpu, total)| held(gpu, *total)).collect();
-        for (figures, held) in snapshot.gpus.iter_mut().zip(&bytes) {
+        for ((figures, held), stocks) in snapshot.gpus.iter_mut().zip(&bytes).zip(stocks) {
             figures.used_bytes = figures.used_bytes.saturating_add(*held);
+            for (number, stock) in stocks.iter().enumerate().filter(|(_, stock)| stock.sequence > 0) {
+                figures.changes = mixed(figures.changes, (slot * STOCKS + number) as u64);
+                figures.changes = mixed(figures.changes, stock.sequence);
+            }
         }
         let Some(pid) = alive else { return Ok(true) };
         let open = |gpu: usize| word(&text, std::mem::offset_of!(Slot, open_since_ns) + gpu * 8);
@@ -206,6 +229,15 @@ impl UsageReader {
             open_since_ns: (0..MAX_GPUS).map(open).collect(),
         });
         Ok(true)
+    }
+
+    /// What the process of `slot` has in stock.
+    fn stocks(&self, slot: usize) -> io::Result<Stocks> {
+        let mut text = [0; STOCKS * size_of::<StockLine>()];
+        let at = std::mem::offset_of!(UsageFile, stocks) + slot * text.len();
+        self.file.read_exact_at(&mut text, at as u64)?;
+        let at = |gpu: usize, number: usize| number * size_of::<StockLine>() + gpu * size_of::<u64>();
+        Ok(from_fn(|gpu| from_fn(|number| Stock::unpack(word(&text, at(gpu, number))))))
     }
 
     /// Adds what the dead exported and the living hold; takes off what the living are done with and nobody holds any more,
@@ -261,7 +293,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{GpuLimit, Limits, LimitsWriter, Refused, Slots, Usage};
+    use crate::{GpuLimit, Limits, LimitsWriter, Refused, Slots, Usage, layout::USAGE_SIZE};
 
     fn usage() -> (tempfile::TempDir, std::path::PathBuf, Usage) {
         let folder = tempfile::tempdir().unwrap();
@@ -368,6 +400,47 @@ mod tests {
     }
 
     #[test]
+    fn what_is_in_stock_is_not_used_and_each_change_of_it_shows() {
+        let (_folder, path, usage) = usage();
+        let me = usage.claim().unwrap();
+        let look = || UsageReader::open(&path).unwrap().snapshot().unwrap().gpus[1];
+        let mut seen = std::collections::BTreeSet::from([look().changes]);
+        for _ in 0..3 {
+            usage.take(me, 1, 1 << 20, 4 << 20).unwrap();
+            assert_eq!(look().used_bytes, 1 << 20);
+            assert!(seen.insert(look().changes));
+            usage.give(me, 1, 1 << 20);
+            assert_eq!((look().used_bytes, usage.used(Some(me), 1), usage.held(me, 1)), (0, 0, 0));
+            assert!(seen.insert(look().changes));
+        }
+        assert!(usage.account(1).total() > 0, "it is kept for the next allocation");
+        usage.for_each_process(Some(me), 1, |pid, bytes| panic!("{pid} uses {bytes}"));
+    }
+
+    /// Containers go on while the node is upgraded.
+    #[test]
+    fn a_file_of_a_shim_without_stocks_is_read() {
+        let (_folder, path, usage) = usage();
+        let me = usage.claim().unwrap();
+        usage.take(me, 1, 3 << 20, 4 << 20).unwrap();
+        let mut content = fs::read(&path).unwrap();
+        content.truncate(8192 + 1024 * 512 + 1024 * 192);
+        content[8] = 2;
+        let length = u32::try_from(content.len()).unwrap();
+        content[12..16].copy_from_slice(&length.to_le_bytes());
+        // Into the same file, which this process's locks are of.
+        let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&content, 0).unwrap();
+        file.set_len(length.into()).unwrap();
+        let reader = UsageReader::open(&path).unwrap();
+        assert_eq!(reader.snapshot().unwrap().gpus[1].used_bytes, 3 << 20);
+        content[8] = 1;
+        file.write_all_at(&content, 0).unwrap();
+        let error = reader.snapshot().unwrap_err().to_string();
+        assert!(error.contains("has layout version 1, this build knows 3"), "{error}");
+    }
+
+    #[test]
     fn a_truncated_file_is_an_error_and_not_a_fault() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("usage");
@@ -384,9 +457,11 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
         fn any_content_is_read_or_refused(
-            mut content in prop::collection::vec(any::<u8>(), 0..USAGE_SIZE),
+            content in prop::collection::vec(any::<u8>(), 1..1 << 16),
+            length in 0..=USAGE_SIZE,
             sound_header: bool,
         ) {
+            let mut content: Vec<_> = content.into_iter().cycle().take(length).collect();
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("usage");
             if sound_header {

@@ -25,10 +25,12 @@ use std::{
 use crate::{
     MAX_GPUS, MAX_PROCESSES,
     account::{Account, Refused, bytes, units},
-    layout::{Header, Slot, USAGE_MAGIC, USAGE_SIZE, UsageFile},
-    limits::{replace, stamp, take_room},
+    bits::bits,
+    layout::{Header, Slot, USAGE, USAGE_SIZE, UsageFile},
+    limits::{replace, take_room},
     mapping::{Mapping, invalid, open},
     process::Identity,
+    stock,
 };
 
 /// A container's `usage` file. All figures are bytes; GPUs are numbered as in `limits`.
@@ -70,7 +72,7 @@ impl Process {
 
 impl Usage {
     /// Writes an empty `usage` file at `path`, writable by all: whole or not at all, replacing what was there. It is
-    /// half a megabyte, of which only what is used takes room on disk.
+    /// 2.6 MiB, of which only what is used takes room on disk.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -80,7 +82,7 @@ impl Usage {
             take_room(file, size_of::<Header>())?;
             file.set_len(USAGE_SIZE as u64)?;
             let map = Mapping::<UsageFile>::new(file.as_raw_fd(), true)?;
-            stamp(&map.header, USAGE_MAGIC, USAGE_SIZE);
+            USAGE.stamp(&map.header);
             Ok(())
         })
     }
@@ -104,7 +106,7 @@ impl Usage {
         let usage = Mapping::new(fd, true).and_then(|file: Mapping<UsageFile>| {
             let Header { magic, version, size } = &file.header;
             let (magic, version, size) = (magic.load(Acquire), version.load(Relaxed), size.load(Relaxed));
-            Header::check(magic, version, size, USAGE_MAGIC, USAGE_SIZE).map_err(invalid)?;
+            USAGE.check(magic, version, size).map_err(invalid)?;
             let tag = tag(fd)?;
             Ok(Self { file, fd, path: path.clone(), device, device_fd: AtomicI32::new(-1), tag })
         });
@@ -157,8 +159,8 @@ impl Usage {
         Err(io::Error::other(format!("{MAX_PROCESSES} processes of this container use GPUs already")))
     }
 
-    /// Takes `wanted` bytes of GPU `gpu` for `me` if all processes together then hold at most `ceiling` bytes. Before
-    /// it refuses, it gives back what dead processes held.
+    /// Takes `wanted` bytes of GPU `gpu` for `me` if all processes together then use at most `ceiling` bytes. Before
+    /// it refuses, it gives back what any process has in stock, and what dead processes held.
     ///
     /// # Errors
     /// The ceiling does not allow it. Whether that is a refusal is the caller's to count.
@@ -169,9 +171,13 @@ impl Usage {
         let account = self.account(gpu);
         // Rounded down: a unit that is only half below the ceiling is not to be had.
         let (wanted, ceiling) = (units(wanted), units(ceiling.saturating_add(1)) - 1);
-        account.take(me.slot, wanted, ceiling).or_else(|Refused| {
+        if account.take_from_stock(me.slot, stock::of_thread(), wanted, ceiling) {
+            return Ok(());
+        }
+        let drained = || account.take_drained(me.slot, wanted, ceiling, || self.claimed());
+        account.take(me.slot, wanted, ceiling).or_else(|Refused| drained()).or_else(|Refused| {
             self.reap(me, gpu);
-            account.take(me.slot, wanted, ceiling)
+            drained()
         })
     }
 
@@ -184,7 +190,7 @@ impl Usage {
 
     /// Gives back `given` bytes that `me` took; never more than it holds.
     pub fn give(&self, me: Process, gpu: usize, given: u64) {
-        if gpu < MAX_GPUS {
+        if gpu < MAX_GPUS && !self.account(gpu).give_to_stock(me.slot, stock::of_thread(), units(given)) {
             self.account(gpu).give(me.slot, units(given));
         }
     }
@@ -196,7 +202,7 @@ impl Usage {
         }
     }
 
-    /// Bytes that the living processes of the container hold on GPU `gpu`. `me` is the caller's own slot, if it has
+    /// Bytes that the living processes of the container use on GPU `gpu`. `me` is the caller's own slot, if it has
     /// one. Costs a system call for each other process that holds something.
     pub fn used(&self, me: Option<Process>, gpu: usize) -> u64 {
         if gpu >= MAX_GPUS {
@@ -205,20 +211,17 @@ impl Usage {
         let account = self.account(gpu);
         if let Some(me) = me {
             self.settle_exports(me);
-            let total = account.total();
-            if total == 0 || account.held(me.slot) == total {
-                return bytes(total);
+            if let Some(used) = account.used_by_only(me.slot) {
+                return bytes(used);
             }
-            self.reap(me, gpu);
-        } else {
-            self.reap_all_but(None, gpu);
         }
-        bytes(account.total())
+        self.reap_all_but(me, gpu);
+        bytes(account.used(|| self.claimed()))
     }
 
-    /// Bytes that `me` holds on GPU `gpu`.
+    /// Bytes that `me` holds on GPU `gpu`, without those in stock.
     pub fn held(&self, me: Process, gpu: usize) -> u64 {
-        if gpu < MAX_GPUS { bytes(self.account(gpu).held(me.slot)) } else { 0 }
+        if gpu < MAX_GPUS { bytes(self.account(gpu).used_by(me.slot)) } else { 0 }
     }
 
     /// Calls `with` for every living process that holds memory of GPU `gpu`: its ID as it sees itself, and bytes.
@@ -227,7 +230,7 @@ impl Usage {
             return;
         }
         for slot in self.claimed() {
-            let held = self.account(gpu).held(slot);
+            let held = self.account(gpu).used_by(slot);
             if held > 0 && !self.is_over(me, slot) {
                 let pid = u32::try_from(self.file.slots[slot].pid.load(Relaxed)).unwrap_or(0);
                 with(pid, bytes(held));
@@ -272,10 +275,11 @@ impl Usage {
 
     /// Slots that any process ever claimed.
     pub(crate) fn claimed(&self) -> impl Iterator<Item = usize> {
-        self.file.claimed.iter().enumerate().flat_map(|(word, bits)| {
-            let bits = bits.load(Acquire);
-            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| word * 64 + bit)
-        })
+        self.file
+            .claimed
+            .iter()
+            .enumerate()
+            .flat_map(|(word, set)| bits(set.load(Acquire)).map(move |bit| word * 64 + bit))
     }
 
     /// Opens the two descriptors of which forked children get copies, and locks them for `slot`. They stay open, in children
@@ -384,9 +388,10 @@ fn lock_open_file(fd: RawFd, slot: usize) {
     unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const lock) };
 }
 
-/// A lock of the open file: behind all of the processes' own, a byte a slot.
+/// A lock of the open file: behind all of the processes' own, a byte a slot. The same bytes as before there were stocks, for
+/// the node reads files of both layouts.
 fn open_file_lock(slot: usize) -> libc::flock {
-    lock(USAGE_SIZE + slot, 1, libc::F_WRLCK)
+    lock(std::mem::offset_of!(UsageFile, stocks) + slot, 1, libc::F_WRLCK)
 }
 
 fn record_lock(slot: usize, kind: libc::c_int) -> libc::flock {

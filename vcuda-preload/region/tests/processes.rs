@@ -48,6 +48,19 @@ fn worker() {
         "die-at" => churn_until(&usage, number, libc::SIGKILL),
         "stop-at" => churn_until(&usage, number, libc::SIGSTOP),
         "pace-until" => pace_until(&usage, number),
+        "stock" => {
+            let me = usage.claim().unwrap();
+            usage.take(me, GPU, 2 * u64::try_from(number).unwrap(), CEILING).unwrap();
+            usage.give(me, GPU, u64::try_from(number).unwrap());
+            say("held");
+            wait_for_line();
+            // Its own, whoever drains it.
+            usage.take(me, GPU, u64::try_from(number).unwrap(), CEILING).unwrap();
+            say("taken");
+            wait_for_end_of_input();
+        }
+        "drain-die-at" => drain_until(&usage, number, libc::SIGKILL),
+        "drain-stop-at" => drain_until(&usage, number, libc::SIGSTOP),
         "share-until" => share_until(&usage, number),
         "churn" => churn_at_random(&usage, u64::try_from(number).unwrap()),
         "exec" => {
@@ -130,6 +143,17 @@ fn churn_until(usage: &Usage, point: i64, signal: i32) {
             usage.give(me, GPU, 512 * (round - 1));
         }
     }
+    say("done");
+    wait_for_end_of_input();
+}
+
+/// Takes what is only there when others' stocks are drained, and gives it back; the signal comes at fault point `point`.
+fn drain_until(usage: &Usage, point: i64, signal: i32) {
+    let me = usage.claim().unwrap();
+    fault::after(point, signal);
+    let _ = usage.take(me, GPU, CEILING - 8192 - 5 * 512, CEILING);
+    usage.give(me, GPU, CEILING - 8192 - 5 * 512);
+    fault::after(-1, 0);
     say("done");
     wait_for_end_of_input();
 }
@@ -312,6 +336,51 @@ fn a_kill_at_any_step_loses_nothing() {
         assert_eq!(share.usage.used(Some(me), GPU), 5 * 512, "killed at point {point}");
         // The whole ceiling is to be had again.
         share.usage.take(me, GPU, CEILING - 5 * 512, CEILING).unwrap();
+        assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
+    }
+}
+
+/// Two processes hold 8 KiB and have as much in stock; this one uses 2.5 KiB.
+#[test]
+fn a_kill_at_any_step_of_draining_others_stocks_loses_nothing() {
+    drain_at_any_step("drain-die-at", |worker, _| {
+        worker.child.wait().unwrap();
+    });
+}
+
+#[test]
+fn who_stops_at_any_step_of_draining_others_stocks_blocks_nobody() {
+    drain_at_any_step("drain-stop-at", |worker, share| {
+        if worker.wait_until_stopped() {
+            // What it holds, whether it has come to the end or not.
+            let its = share.usage.used(None, GPU) - 8192 - 5 * 512;
+            assert!(its == 0 || its == CEILING - 8192 - 5 * 512, "{its}");
+            worker.child.kill().unwrap();
+            worker.child.wait().unwrap();
+        }
+    });
+}
+
+fn drain_at_any_step(task: &str, ends: impl Fn(&mut Worker, &Share)) {
+    for point in 0..40 {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        share.usage.take(me, GPU, 5 * 512, CEILING).unwrap();
+        let mut owners: Vec<_> = (0..2).map(|_| share.start("stock", 4096)).collect();
+        owners.iter_mut().for_each(|owner| owner.wait_for("held"));
+        let mut worker = share.start(task, point);
+        drop(worker.input.take());
+        ends(&mut worker, &share);
+        assert_eq!(share.usage.used(Some(me), GPU), 8192 + 5 * 512, "at point {point}");
+        let rest = CEILING - 2 * 8192 - 5 * 512;
+        share.usage.take(me, GPU, rest, CEILING).unwrap();
+        for owner in &mut owners {
+            owner.input.as_mut().unwrap().write_all(b"\n").unwrap();
+            owner.wait_for("taken");
+        }
+        assert!(share.usage.take(me, GPU, 1, CEILING).is_err(), "at point {point}");
+        drop(owners);
+        share.usage.take(me, GPU, 2 * 8192, CEILING).unwrap();
         assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
     }
 }
