@@ -25,12 +25,10 @@ triple=x86_64-unknown-linux-gnu
 say() { styled 2 "build: $*" >&2; }
 
 # step N WHAT COMMAND...: cargo with those arguments; on a terminal it draws how far it is.
-quiet=-q
-[ -t 2 ] && quiet=
 step() {
-    local what="$1 of 3, $2" subcommand=$3
+    local what="$1 of 3, $2" cargo=(cargo "$3" --profile "$profile" "${@:4}")
     say "$what"
-    working "build: $what" cargo "$subcommand" $quiet --profile "$profile" "${@:4}"
+    if [ -t 2 ]; then "${cargo[@]}"; else working "build: $what" "${cargo[@]}" -q; fi
 }
 
 step 1 "demo and simulated driver's daemon" build --bins -p sim-gpud -p integration

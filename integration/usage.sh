@@ -5,7 +5,7 @@ styled() {
     if [ -t 1 ]; then printf '\033[%sm%s\033[0m\n' "$1" "$2"; else printf '%s\n' "$2"; fi
 }
 
-# working WHAT COMMAND...: runs it. Where nobody sees what cargo draws on a terminal, a line tells every half minute that it is at work.
+# working WHAT COMMAND...: runs a command that says nothing of how far it is; a line tells every half minute that it is at work.
 working() {
     local what=$1 begun=$SECONDS ticker status=0
     shift

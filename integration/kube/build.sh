@@ -16,7 +16,7 @@ for program in $programs; do
     [ -x "$out/$program" ] && continue
     styled 2 "kube: building $program $version" >&2
     # kubelet refuses an API server of another minor version, so the programs must say which they are.
-    CGO_ENABLED=0 GOFLAGS=-mod=readonly nice go build -trimpath -buildvcs=false -o "$out/$program.part" \
+    CGO_ENABLED=0 GOFLAGS=-mod=readonly working "kube: $program" nice go build -trimpath -buildvcs=false -o "$out/$program.part" \
         -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$version -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=${version:2:2}" \
         "k8s.io/kubernetes/cmd/$program" >&2
     mv "$out/$program.part" "$out/$program"

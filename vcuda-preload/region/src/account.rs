@@ -381,8 +381,8 @@ impl<'a> Account<'a> {
         Total::unpack(self.file.gpus[self.gpu].total.load())
     }
 
-    /// Makes one change in `slot`, by which its stock `drained` is emptied if one is named. `plan` gets the total and the units held by the slot and says by how much, or that
-    /// it shall not be.
+    /// Makes one change in `slot`, by which its stock `drained` is emptied if one is named. `plan` gets the total and the units
+    /// held by the slot and says by how much, or that it shall not be.
     fn change(
         self,
         slot: usize,

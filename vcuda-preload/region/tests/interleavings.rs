@@ -115,8 +115,9 @@ fn run(
     })
 }
 
-/// All schedules of `threads` in which at most `most` times one is stopped that could go on, each on a file in which each slot uses some units and has some more in stock 0. `check` gets what was done and what each slot uses in the end.
-/// Tells how many there were.
+/// All schedules of `threads` in which at most `most` times one is stopped that could go on, each on a file in which each
+/// slot uses some units and has some more in stock 0. `check` gets what was done and what each slot uses in the end. Tells
+/// how many there were.
 fn explore(
     before: &[(u64, u64)],
     threads: &[Thread],
