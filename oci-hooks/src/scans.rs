@@ -14,7 +14,7 @@ use std::{
     collections::BTreeSet,
     fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
-    io,
+    io::{self, BufRead, BufReader},
     ops::ControlFlow,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
@@ -231,7 +231,7 @@ impl Scans {
 
     /// The layers of which `rootfs` is made, if nothing in it but them can matter.
     pub fn layers(&self, rootfs: &Rootfs) -> Option<Layers> {
-        let overlay = Overlay::find(rootfs.mount()?, &fs::read_to_string(&self.mountinfo).ok()?)?;
+        let overlay = Overlay::find(rootfs.mount()?, BufReader::new(File::open(&self.mountinfo).ok()?))?;
         if overlay.lower.len() > MAX_LAYERS || !overlay.upper.is_none_or(|upper| is_harmless(&upper)) {
             return None;
         }
@@ -342,11 +342,18 @@ fn is_elf(entry: &Entry<'_>) -> bool {
 }
 
 impl Overlay {
-    /// The overlay that is the mount `id`, from the text of a `mountinfo` (proc_pid_mountinfo(5)). A part of an
-    /// overlay is none.
-    fn find(id: u64, mountinfo: &str) -> Option<Self> {
-        let id = id.to_string();
-        let line = mountinfo.lines().find(|line| line.split(' ').next() == Some(id.as_str()))?;
+    /// The overlay that is the mount `id`, from a `mountinfo` (proc_pid_mountinfo(5)), of which no more is read than its
+    /// line needs: the kernel writes a line as it is read. A part of an overlay is none.
+    fn find(id: u64, mut mountinfo: impl BufRead) -> Option<Self> {
+        let id = format!("{id} ");
+        let mut line = String::new();
+        while !line.starts_with(&id) {
+            line.clear();
+            if mountinfo.read_line(&mut line).ok()? == 0 {
+                return None;
+            }
+        }
+        let line = line.trim_end_matches('\n');
         let (mount, file_system) = line.split_once(" - ")?;
         let root = mount.split(' ').nth(3)?;
         let mut words = file_system.split(' ');

@@ -123,23 +123,30 @@ fn main() -> ExitCode {
 }
 
 fn run(hook: Hook) -> anyhow::Result<()> {
+    // First what needs no container: runc's word of which it is can be milliseconds late, since its thread that writes it
+    // waits for the one that waits for this process (Go's scheduler).
+    let file = match &hook {
+        Hook::CreateContainer(CreateContainer { guard, .. }) | Hook::Guard(guard) => {
+            NodeFile::load_or_default(&guard.config)?
+        }
+        Hook::Links(_) | Hook::Ldcache(_) => NodeFile::default(),
+    };
     let container = Container::read(io::stdin().lock())?;
     let rootfs = container.rootfs()?;
     match hook {
         Hook::CreateContainer(args) => {
             links::run(&args.links, &rootfs)?;
             ldcache::run(&args.ldcache, &rootfs)?;
-            guard(args.guard, container, &rootfs)
+            guard(args.guard, file, container, &rootfs)
         }
         Hook::Links(args) => Ok(links::run(&args, &rootfs)?),
         Hook::Ldcache(args) => Ok(ldcache::run(&args, &rootfs)?),
-        Hook::Guard(args) => guard(args, container, &rootfs),
+        Hook::Guard(args) => guard(args, file, container, &rootfs),
     }
 }
 
-fn guard(args: GuardArgs, container: Container, rootfs: &Rootfs) -> anyhow::Result<()> {
+fn guard(args: GuardArgs, file: NodeFile, container: Container, rootfs: &Rootfs) -> anyhow::Result<()> {
     let _ = GUARD.set((Instant::now(), container.name()));
-    let file = NodeFile::load_or_default(&args.config)?;
     let paths = Paths { state: args.state, install: args.install, run: file.paths.run, ..Paths::default() };
     let container = guard::Container {
         name: container.name(),

@@ -12,7 +12,8 @@ use super::elf::is_driver_symbol;
 /// Bytes of constants that are looked at in one file; cuBLASLt's, the largest seen, have 48 MiB.
 const MAX_BYTES: u64 = 64 << 20;
 
-const PIECE_BYTES: usize = 1 << 20;
+/// Small enough to stay in a processor's cache between the kernel's copy and the search.
+const PIECE_BYTES: usize = 64 << 10;
 
 /// No text that is looked for is longer, so pieces overlap by this much.
 const MAX_TEXT: usize = 80;

@@ -217,9 +217,10 @@ fn layers_are_found_in_every_form_of_mountinfo() {
     let find = |options: &str| {
         Overlay::find(
             42,
-            &format!(
+            format!(
                 "7 1 0:1 / / rw - ext4 /dev/vda rw\n42 7 0:9 / /x rw,relatime shared:1 - overlay overlay {options}\n"
-            ),
+            )
+            .as_bytes(),
         )
     };
     let paths = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
@@ -232,9 +233,10 @@ fn layers_are_found_in_every_form_of_mountinfo() {
     for none in ["rw", "rw,lowerdir=2/fs", "rw,lowerdir=/a\\:b,upperdir=/s/3/fs", "rw,upperdir=/s/3/fs"] {
         assert_eq!(find(none), None, "{none}");
     }
-    assert_eq!(Overlay::find(7, "7 1 0:1 / / rw - ext4 /dev/vda rw,lowerdir=/a\n"), None);
-    assert_eq!(Overlay::find(7, "7 1 0:1 /part /x rw - overlay o rw,lowerdir=/a\n"), None);
-    assert_eq!(Overlay::find(8, "7 1 0:1 / /x rw - overlay o rw,lowerdir=/a\n"), None);
+    assert_eq!(Overlay::find(7, b"7 1 0:1 / / rw - ext4 /dev/vda rw,lowerdir=/a\n".as_slice()), None);
+    assert_eq!(Overlay::find(7, b"7 1 0:1 /part /x rw - overlay o rw,lowerdir=/a\n".as_slice()), None);
+    assert_eq!(Overlay::find(4, b"42 1 0:1 / /x rw - overlay o rw,lowerdir=/a\n".as_slice()), None);
+    assert_eq!(Overlay::find(8, b"7 1 0:1 / /x rw - overlay o rw,lowerdir=/a\n".as_slice()), None);
 }
 
 #[test]
