@@ -185,13 +185,21 @@ fn put_over(path: &Path, mut bytes: Vec<u8>) -> io::Result<()> {
 /// Puts a file there, whole or not at all, and not synced: a crash may forget it.
 pub(crate) fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
-    fs::write(&temporary, bytes)?;
+    let put = fs::write(&temporary, bytes).and_then(|()| exchange(&temporary, path));
+    if put.is_err() {
+        // On a full disk each start would leave one behind.
+        let _ = fs::remove_file(&temporary);
+    }
+    put
+}
+
+fn exchange(temporary: &Path, path: &Path) -> io::Result<()> {
     // Exchanged, not renamed over the old one: at that ext4 writes the new one to the disk (`auto_da_alloc`), and a
     // container waits for it.
-    match rustix::fs::renameat_with(CWD, &temporary, CWD, path, RenameFlags::EXCHANGE) {
-        Ok(()) => fs::remove_file(&temporary),
+    match rustix::fs::renameat_with(CWD, temporary, CWD, path, RenameFlags::EXCHANGE) {
+        Ok(()) => fs::remove_file(temporary),
         // There is no old one, or the file system knows no exchange.
-        Err(Errno::NOENT | Errno::INVAL) => fs::rename(&temporary, path),
+        Err(Errno::NOENT | Errno::INVAL) => fs::rename(temporary, path),
         Err(error) => Err(error.into()),
     }
 }

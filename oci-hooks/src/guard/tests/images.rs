@@ -1,5 +1,7 @@
 //! What becomes of images that do not fit: refused, let pass with a warning, or not looked at; and what of it is remembered.
 
+use std::io::Write as _;
+
 use super::*;
 use crate::compat::check::Verdict;
 
@@ -254,4 +256,45 @@ fn the_node_file_says_by_namespace_what_becomes_of_an_image() {
         // Without a word of it, every namespace is held to it.
         assert!(rig.guard_by("").unwrap_err().to_string().contains("[libc-too-old]"));
     });
+}
+
+/// What is remembered of images is no reason to keep a container from starting.
+#[test]
+#[ignore = "mounts need root"]
+fn without_room_a_container_starts_and_its_image_is_remembered_once_there_is_some() {
+    with_own_mounts(
+        "images::without_room_a_container_starts_and_its_image_is_remembered_once_there_is_some",
+        || {
+            let rig = Rig::bare();
+            rig.bring("libcudart.so.11.0");
+            let state = &rig.paths.state;
+            let before = rig.folder.path().join("before");
+            fs::rename(state, &before).unwrap();
+            fs::create_dir(state).unwrap();
+            mount("tmpfs", state, "tmpfs", MountFlags::empty(), Some(c"size=8m")).unwrap();
+            let copied = Process::new("cp").arg("-a").arg(before.join(".")).arg(state).status();
+            assert!(copied.unwrap().success());
+            for folder in ["verdicts", "scans", "judged"] {
+                fs::create_dir_all(state.join(folder)).unwrap();
+            }
+            let filler = state.join("filler");
+            let mut file = fs::File::create(&filler).unwrap();
+            while file.write_all(&[1; 4096]).is_ok() {}
+            drop(file);
+            let rig = rig.overlay().with_driver();
+
+            assert!(rig.guard().unwrap().is_empty());
+            assert!(verdicts::list(&rig.paths.state).unwrap().is_empty());
+            let left = |folder: &str| {
+                let entries = fs::read_dir(rig.paths.state.join(folder)).unwrap();
+                entries.map(|entry| entry.unwrap().file_name()).filter(|name| name != "turn").count()
+            };
+            assert_eq!(["verdicts", "scans", "judged"].map(left), [0; 3], "nothing half written is left");
+
+            fs::remove_file(filler).unwrap();
+            assert!(rig.guard().unwrap().is_empty());
+            assert_eq!((rig.seen().verdict, rig.seen().starts), (Verdict::Fits, 1));
+            assert_eq!(["verdicts", "scans", "judged"].map(left), [1; 3]);
+        },
+    );
 }
