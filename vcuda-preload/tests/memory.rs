@@ -605,6 +605,11 @@ fn pools_count_what_they_hold() {
     assert_eq!((model.held(0), model.accounted(0)), (64 * MIB, 64 * MIB));
     session.must("wait");
     exact(&model, &mut session, 2 * MIB);
+    let large = session.must(&format!("async {}", 40 * MIB));
+    session.must(&format!("free-async {large}"));
+    assert!(model.held(0) > 2 * MIB);
+    session.must("wait-event");
+    exact(&model, &mut session, 2 * MIB);
     // The plain free works as well.
     session.must(&format!("free {small}"));
     session.must("wait-context");
@@ -1508,16 +1513,28 @@ fn a_graph_that_is_destroyed_meanwhile_allocates_what_was_in_it() {
 #[test]
 fn what_is_allocated_while_a_capture_ends_is_in_the_graph() {
     let Some(model) = model() else { return };
-    let mut session = model.ready();
-    let stream = session.must("stream");
-    session.must(&format!("capture {stream}"));
-    session.must("hold 6");
-    session.must(&format!("beside-async {} {stream}", 2 * CEILING));
-    session.must(&format!("beside-end-capture {stream}"));
-    let (allocated, _, ended) = session.call("go-on");
-    assert_eq!((allocated, ended), (0, 0));
-    exact(&model, &mut session, 0);
-    assert_eq!(model.passed(), 0);
+    for (end, per_thread) in
+        ["end-capture", "end-capture-to-cig"].into_iter().flat_map(|end| [(end, false), (end, true)])
+    {
+        let mut command = model.command();
+        if per_thread {
+            command.env("SESSION_PER_THREAD", "1");
+        }
+        let mut session = Session::of(&mut command);
+        session.must("init 0");
+        let stream = session.must("stream");
+        session.must(&format!("capture {stream}"));
+        session.must("hold 6");
+        session.must(&format!("beside-async {} {stream}", 2 * CEILING));
+        session.must(&format!("beside-{end} {stream}"));
+        let (allocated, _, ended) = session.call("go-on");
+        assert_eq!((allocated, ended), (0, 0), "{end}");
+        exact(&model, &mut session, 0);
+        // It has ended: what comes now is no part of a graph.
+        assert_eq!(session.call(&format!("async {} {stream}", 2 * CEILING)).0, OUT_OF_MEMORY, "{end}");
+        assert_eq!(model.passed(), 0, "{end}");
+        session.kill();
+    }
 }
 
 /// With a context end the captures in its streams.
@@ -1737,6 +1754,8 @@ fn neighbours_are_not_seen() {
     assert_eq!(session.info(), (CEILING - MIB, CEILING));
     assert_eq!(session.call("nvml 0"), (0, CEILING - MIB, CEILING));
     assert_eq!(session.call("nvml-processes 0"), (0, 1, MIB));
+    // The model's neighbour is process 1.
+    assert_eq!(session.call("nvml-lists 0 1"), (0, 1, MIB));
     // Of those that the driver saw at work, only its own; and the card's busy time until the node measures the share's.
     assert_eq!(session.call("nvml-utilization 0"), (0, 1, 90_080));
     let node = LimitsWriter::open(&model.room.limits()).unwrap();

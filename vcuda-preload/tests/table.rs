@@ -3,9 +3,13 @@
 
 mod common;
 
-use std::{collections::BTreeMap, fs, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    process::Command,
+};
 
-use common::{find, real_parts, table};
+use common::{find, is_ours, real_parts, table};
 
 #[test]
 fn every_symbol_of_the_headers_and_drivers_is_in_the_table() {
@@ -123,4 +127,29 @@ fn everything_that_can_take_device_memory_is_accounted_or_has_a_reason() {
             table("cuda").iter().any(|(symbol, _, action)| action == "pass" && symbol.starts_with(beginning));
         assert!(used, "{beginning}: no such symbol passes");
     }
+}
+
+/// The programs of these tests call all that the shim has a function of its own for, by constant names; those of per-thread
+/// default streams by the same names (`SESSION_PER_THREAD`). What becomes of each is for the other tests to look at.
+#[test]
+fn every_row_that_the_shim_acts_on_is_called() {
+    let folder = format!("{}/tests/common", env!("CARGO_MANIFEST_DIR"));
+    let mut called = BTreeSet::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        // The model has the functions themselves.
+        if path.extension().is_some_and(|end| end == "c") && path.file_name().unwrap() != "model.c" {
+            let text = fs::read_to_string(path).unwrap();
+            let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            called.extend(words.map(str::to_owned));
+        }
+    }
+    let is_called = |symbol: &str| {
+        let plain = symbol.strip_suffix("_ptsz").or(symbol.strip_suffix("_ptds")).unwrap_or(symbol);
+        called.contains(symbol) || called.contains(plain)
+    };
+    let acting = ["cuda", "nvml"].iter().flat_map(|library| table(library));
+    let acting: Vec<_> = acting.filter(|(.., action)| is_ours(action)).map(|(symbol, ..)| symbol).collect();
+    let never: Vec<_> = acting.iter().filter(|symbol| !is_called(symbol)).collect();
+    assert!(acting.len() > 100 && never.is_empty(), "of {} no test calls {never:?}", acting.len());
 }

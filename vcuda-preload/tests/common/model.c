@@ -1140,7 +1140,7 @@ int cuStreamQuery(struct stream *stream) {
     return stream_of(stream)->done_at > now_ns() ? NOT_READY : OK;
 }
 int cuEventQuery(struct event *event) { return event->at && now_ns() < event->at ? NOT_READY : OK; }
-int cuEventSynchronize(struct event *event) { return wait_until(event->at), OK; }
+int cuEventSynchronize(struct event *event) { return wait_until(event->at), shrink_all(), OK; }
 int cuEventElapsedTime(float *milliseconds, struct event *from, struct event *to) {
     return *milliseconds = ((double)to->at - (double)from->at) / 1e6, OK;
 }
@@ -1394,6 +1394,8 @@ int cuStreamBeginCapture_v2(struct stream *stream, int mode) { return (void)mode
 int cuStreamEndCapture(struct stream *stream, struct graph **graph) {
     return *graph = stream->capture, stream->capture = NULL, OK;
 }
+int cuStreamEndCaptureToCig(struct stream *stream) { return stream->capture = NULL, OK; }
+int cuStreamEndCaptureToCig_ptsz(struct stream *stream) { return cuStreamEndCaptureToCig(stream); }
 
 /* ---- launches ---- */
 
@@ -1519,6 +1521,39 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struc
 int nvmlDeviceGetGraphicsRunningProcesses_v3(void *device, unsigned *count, struct process *list) {
     return nvmlDeviceGetComputeRunningProcesses_v3(device, count, list);
 }
+struct process_v1 { unsigned pid; uint64_t bytes; };
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, struct process_v1 *list) {
+    struct process all[CLIENTS];
+    int result = nvmlDeviceGetComputeRunningProcesses_v3(device, count, list ? all : NULL);
+    for (unsigned n = 0; !result && list && n < *count; n++)
+        list[n] = (struct process_v1){all[n].pid, all[n].bytes};
+    return result;
+}
+#define ALIKE(name, type, other) int name(void *device, unsigned *count, type *list) { return other(device, count, list); }
+ALIKE(nvmlDeviceGetComputeRunningProcesses_v2, struct process, nvmlDeviceGetComputeRunningProcesses_v3)
+ALIKE(nvmlDeviceGetGraphicsRunningProcesses, struct process_v1, nvmlDeviceGetComputeRunningProcesses)
+ALIKE(nvmlDeviceGetGraphicsRunningProcesses_v2, struct process, nvmlDeviceGetComputeRunningProcesses_v3)
+ALIKE(nvmlDeviceGetMPSComputeRunningProcesses, struct process_v1, nvmlDeviceGetComputeRunningProcesses)
+ALIKE(nvmlDeviceGetMPSComputeRunningProcesses_v2, struct process, nvmlDeviceGetComputeRunningProcesses_v3)
+ALIKE(nvmlDeviceGetMPSComputeRunningProcesses_v3, struct process, nvmlDeviceGetComputeRunningProcesses_v3)
+struct detail { unsigned pid; uint64_t bytes; unsigned instances[2]; uint64_t protected_bytes; };
+struct details { unsigned version, mode, count; struct detail *list; };
+int nvmlDeviceGetRunningProcessDetailList(void *device, struct details *details) {
+    struct process all[CLIENTS];
+    int result = nvmlDeviceGetComputeRunningProcesses_v3(device, &details->count, all);
+    for (unsigned n = 0; !result && n < details->count; n++)
+        details->list[n] = (struct detail){all[n].pid, all[n].bytes, {-1, -1}, 0};
+    return result;
+}
+int nvmlDeviceGetAccountingPids(void *device, unsigned *count, unsigned *pids) {
+    struct process all[CLIENTS];
+    int result = nvmlDeviceGetComputeRunningProcesses_v3(device, count, all);
+    for (unsigned n = 0; !result && n < *count; n++)
+        pids[n] = all[n].pid;
+    return result;
+}
+int nvmlDeviceGetAccountingStats(void *device, unsigned pid, unsigned *stats) { return (void)device, stats[0] = pid, 0; }
+int nvmlDeviceGetAccountingStats_v2(void *device, unsigned pid, unsigned *stats) { return (void)device, stats[0] = pid, 0; }
 struct sample { unsigned pid; uint64_t time; unsigned utilization[4]; };
 int nvmlDeviceGetProcessUtilization(void *device, struct sample *samples, unsigned *count, uint64_t since) {
     (void)device, (void)since;
@@ -1530,6 +1565,15 @@ int nvmlDeviceGetProcessUtilization(void *device, struct sample *samples, unsign
             found++;
         }
     return *count = found, !samples || found > room ? 7 : 0;
+}
+struct info { uint64_t time; unsigned pid, utilization[6]; };
+struct infos { unsigned version, count; uint64_t since; struct info *list; };
+int nvmlDeviceGetProcessesUtilizationInfo(void *device, struct infos *infos) {
+    struct process all[CLIENTS];
+    int result = nvmlDeviceGetComputeRunningProcesses_v3(device, &infos->count, all);
+    for (unsigned n = 0; !result && n < infos->count; n++)
+        infos->list[n] = (struct info){1, all[n].pid, {50}};
+    return result;
 }
 int nvmlDeviceGetUtilizationRates(void *device, unsigned *rates) { return (void)device, rates[0] = 90, rates[1] = 80, 0; }
 

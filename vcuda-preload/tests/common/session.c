@@ -478,6 +478,13 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "endpoint-destroy")) return CALL("cuLogicalEndpointDestroy", a);
     if (!strcmp(name, "stream")) return CALL("cuStreamCreate", out, 0UL);
     if (!strcmp(name, "wait")) return CALL("cuStreamSynchronize", a);
+    if (!strcmp(name, "wait-event")) {
+        u64 event;
+        int result = CALL("cuEventCreate", &event, 0UL);
+        result = result ? result : CALL("cuEventRecord", event, a);
+        result = result ? result : CALL("cuEventSynchronize", event);
+        return result ? result : CALL("cuEventDestroy_v2", event);
+    }
     if (!strcmp(name, "wait-context")) return CALL("cuCtxSynchronize");
     if (!strcmp(name, "wait-context-2")) return CALL("cuCtxSynchronize_v2", a);
     if (!strcmp(name, "graph")) return CALL("cuGraphCreate", out, 0UL);
@@ -502,6 +509,7 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "dead-asked")) return out[0] = ((int (*)(void))of_model("modelDeadAsked"))(), 0;
     if (!strcmp(name, "capture")) return CALL("cuStreamBeginCapture_v2", a, 0UL);
     if (!strcmp(name, "end-capture")) return CALL("cuStreamEndCapture", a, out);
+    if (!strcmp(name, "end-capture-to-cig")) return CALL("cuStreamEndCaptureToCig", a);
     if (!strcmp(name, "exec")) return CALL("cuGraphInstantiateWithFlags", out, a, 0UL);
     if (!strcmp(name, "exec-1")) return CALL("cuGraphInstantiate", out, a, NULL, NULL, 0UL);
     if (!strcmp(name, "exec-2")) return CALL("cuGraphInstantiate_v2", out, a, NULL, NULL, 0UL);
@@ -563,6 +571,52 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         result = CALL("nvmlDeviceGetComputeRunningProcesses_v3", device, &count, list);
         out[1] = list[0].bytes + list[1].bytes;
         return result;
+    }
+    if (!strcmp(name, "nvml-lists")) {
+        /* Every other list of processes, and what is told of one; B is a neighbour's. How many of this container hold memory, and
+           how much. */
+        u64 device;
+        struct { unsigned pid; u64 bytes; } list1[8];
+        struct { unsigned pid; u64 bytes; unsigned gi, ci; } list2[8];
+        unsigned count = 8, none, stats[64] = {0}, pids[512], own = getpid();
+        CALL("nvmlInit_v2");
+        CALL("nvmlDeviceGetHandleByIndex_v2", a, &device);
+        if (CALL("nvmlDeviceGetComputeRunningProcesses", device, &count, list1) || count > 8)
+            return -1;
+        out[0] = count, out[1] = 0;
+        for (unsigned n = 0; n < count; n++)
+            out[1] += list1[n].bytes;
+        if (CALL("nvmlDeviceGetComputeRunningProcesses_v2", device, &count, list2) || count != out[0])
+            return -2;
+        for (unsigned n = 0; n < count; n++)
+            if (list1[n].pid != list2[n].pid || list1[n].bytes != list2[n].bytes)
+                return -3;
+        /* A macro keeps each name a constant, by which its address is remembered. */
+#define NONE(name, room, list) (none = room, CALL(name, device, &none, list) || none)
+        if (NONE("nvmlDeviceGetGraphicsRunningProcesses", 8, list1) || NONE("nvmlDeviceGetGraphicsRunningProcesses_v2", 8, list2) ||
+            NONE("nvmlDeviceGetMPSComputeRunningProcesses", 8, list1) || NONE("nvmlDeviceGetMPSComputeRunningProcesses_v2", 0, NULL) ||
+            NONE("nvmlDeviceGetMPSComputeRunningProcesses_v3", 8, list2))
+            return -4;
+        struct { u64 time; unsigned pid, utilization[6]; } used[512];
+        struct { unsigned version, count; u64 since; void *list; } infos = {1 << 24 | sizeof infos, 512, 0, used};
+        if (CALL("nvmlDeviceGetProcessesUtilizationInfo", device, &infos) || infos.count != 1 || used[0].pid != own)
+            return -5;
+        struct { unsigned pid; u64 bytes; unsigned gi, ci; u64 protected_bytes; } held[512];
+        struct { unsigned version, mode, count; void *list; } details = {1 << 24 | sizeof details, 0, 512, held};
+        if (CALL("nvmlDeviceGetRunningProcessDetailList", device, &details) || details.count != 1 || held[0].pid != own)
+            return -6;
+        count = 512;
+        if (CALL("nvmlDeviceGetAccountingPids", device, &count, pids) || count != 1 || pids[0] != own)
+            return -7;
+        const int not_found = 6;
+        if (CALL("nvmlDeviceGetAccountingStats", device, b, stats) != not_found || stats[0] ||
+            CALL("nvmlDeviceGetAccountingStats", device, own, stats) || stats[0] != own)
+            return -8;
+        stats[0] = 0;
+        if (CALL("nvmlDeviceGetAccountingStats_v2", device, b, stats) != not_found || stats[0] ||
+            CALL("nvmlDeviceGetAccountingStats_v2", device, own, stats) || stats[0] != own)
+            return -9;
+        return 0;
     }
     if (!strcmp(name, "nvml-utilization")) {
         /* Processes that were seen at work, and the busy time of the GPU and its memory. */
