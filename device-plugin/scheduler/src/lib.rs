@@ -34,3 +34,4 @@ pub use refused::{Due, Refused, RefusedPod};
 pub use service::{Service, Settings};
 pub use standing::{Lead, NotServing, Standing};
 pub use wanted::{Wanted, WantedError};
+pub use watch::client;

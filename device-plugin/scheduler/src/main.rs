@@ -295,7 +295,7 @@ async fn bind(address: SocketAddr, flag: &str) -> Result<TcpListener> {
 }
 
 async fn client(kubeconfig: Option<&Path>) -> Result<Client> {
-    let mut config = match kubeconfig {
+    let config = match kubeconfig {
         Some(path) => {
             let file = Kubeconfig::read_from(path).with_context(|| {
                 format!(
@@ -307,11 +307,7 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client> {
         }
         None => Config::infer().await.context("there is no way to the API server; pass --kubeconfig")?,
     };
-    // Each caller knows best what to do about a failure.
-    config.default_retry = false;
-    // Longer than a watch is open, so that one which went silent is noticed.
-    config.read_timeout = Some(Duration::from_secs(300));
-    Ok(Client::try_from(config)?)
+    Ok(scheduler::client(config)?)
 }
 
 fn settings(arguments: &Arguments) -> Settings {

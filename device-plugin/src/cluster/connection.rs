@@ -16,6 +16,13 @@ use super::Access;
 /// as long as for a silent watch.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
+/// For how many seconds a watch is opened at a time. One that an API server has forgotten goes unnoticed as long as it may
+/// be silent, and where nothing changes it is silent to its end: bookmarks come only when the resource version has moved.
+pub(super) const WATCH: u32 = 120;
+
+/// Longest silence of a connection: longer than a watch is open.
+pub(super) const SILENCE: Duration = Duration::from_secs(150);
+
 /// Set by kubelet in every pod.
 const IN_A_POD: &str = "KUBERNETES_SERVICE_HOST";
 
@@ -24,7 +31,7 @@ const IN_A_POD: &str = "KUBERNETES_SERVICE_HOST";
 pub(super) async fn open(access: &Access) -> Result<Option<(Client, String)>> {
     // Another part of the process may have done so; there is one provider in this build.
     let _ = ring::default_provider().install_default();
-    let mut config = match &access.kubeconfig {
+    let config = match &access.kubeconfig {
         Some(path) => {
             let file =
                 Kubeconfig::read_from(path).with_context(|| format!("--kubeconfig {}", path.display()))?;
@@ -33,15 +40,21 @@ pub(super) async fn open(access: &Access) -> Result<Option<(Client, String)>> {
         None if std::env::var_os(IN_A_POD).is_some() => Config::incluster()?,
         None => return Ok(None),
     };
-    // A failure ends the session, which has its own pauses.
-    config.default_retry = false;
-    // Longer than a watch is open, so that one which went silent is noticed.
-    config.read_timeout = Some(Duration::from_secs(300));
     let node = match &access.node {
         Some(node) => node.clone(),
         None => rustix::system::uname().nodename().to_string_lossy().trim().to_lowercase(),
     };
-    Ok(Some((Client::try_from(config)?, node)))
+    Ok(Some((client(config)?, node)))
+}
+
+/// A client that gives up what stays silent.
+pub(super) fn client(mut config: Config) -> kube::Result<Client> {
+    // A failure ends the session, which has its own pauses.
+    config.default_retry = false;
+    config.read_timeout = Some(SILENCE);
+    // From the request on, not since the connection was last used.
+    config.reset_reader_on_write = true;
+    Client::try_from(config)
 }
 
 /// What the API server answers to `request`.

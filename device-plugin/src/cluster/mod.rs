@@ -156,9 +156,13 @@ impl Session {
 
     /// Works until something fails; returns what.
     async fn run(&mut self, ports: &mut Ports) -> anyhow::Error {
-        let of_this = watcher::Config::default().fields(&format!("metadata.name={}", self.node));
+        let of_this = watcher::Config::default()
+            .timeout(connection::WATCH)
+            .fields(&format!("metadata.name={}", self.node));
         let nodes = watcher(Api::<Node>::all(self.client.clone()), of_this);
-        let on_this = watcher::Config::default().fields(&format!("spec.nodeName={}", self.node));
+        let on_this = watcher::Config::default()
+            .timeout(connection::WATCH)
+            .fields(&format!("spec.nodeName={}", self.node));
         let pods = watcher(Api::<Pod>::all(self.client.clone()), on_this);
         pin_mut!(nodes, pods);
         let mut tick = time::interval(COMPARE_EVERY);
@@ -380,9 +384,20 @@ pub async fn pods_of_node(access: &Access) -> anyhow::Result<Option<Vec<Pod>>> {
 
 #[cfg(test)]
 mod tests {
-    use std::future::IntoFuture;
+    use std::{
+        convert::Infallible,
+        future::IntoFuture,
+        sync::atomic::{AtomicUsize, Ordering},
+    };
 
-    use axum::{Router, http::StatusCode, routing::patch};
+    use axum::{
+        Router,
+        body::Body,
+        extract::RawQuery,
+        http::StatusCode,
+        routing::{get, patch},
+    };
+    use futures::stream;
     use kube::Config;
     use tokio::net::TcpListener;
     use tokio_rustls::rustls::crypto::ring;
@@ -392,9 +407,8 @@ mod tests {
 
     fn session(port: u16, shares: &Path) -> Session {
         let _ = ring::default_provider().install_default();
-        let mut config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
-        config.default_retry = false;
-        let client = Client::try_from(config).unwrap();
+        let config = Config::new(format!("http://127.0.0.1:{port}").parse().unwrap());
+        let client = connection::client(config).unwrap();
         Session::new(client, "node".into(), &NodeFile::default().resources, shares)
     }
 
@@ -415,6 +429,55 @@ mod tests {
         let written = time::timeout(connection::PATIENCE * 10, session.write_node(wanted)).await;
         let error = written.expect("it is not waited for any longer").unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
+    }
+
+    /// Ports whose other ends are held, since the session counts on them.
+    fn ports() -> (Ports, impl Sized) {
+        let (gpus, shares) = (watch::channel(None), watch::channel(()));
+        let (cordon, expect) = (watch::channel(None), watch::channel(Arc::default()));
+        let ports = Ports { gpus: gpus.1, shares: shares.1, cordon: cordon.0, expect: expect.0 };
+        (ports, (gpus.0, shares.0, cordon.1, expect.1))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_api_server_that_takes_a_list_and_hangs_ends_the_session() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut session = session(listener.local_addr().unwrap().port(), folder.path());
+        let router = Router::new().route("/api/v1/nodes", get(future::pending::<StatusCode>));
+        tokio::spawn(axum::serve(listener, router).into_future());
+        let (mut ports, _ends) = ports();
+        let ended = time::timeout(connection::SILENCE + Duration::from_secs(1), session.run(&mut ports));
+        let error = ended.await.expect("it is not waited for any longer");
+        assert!(in_words(&error).contains("timed out"), "{error:?}");
+    }
+
+    /// Meanwhile cordons and placed pods are not heard of. A watch of which nothing changes looks the same.
+    #[tokio::test(start_paused = true)]
+    async fn watches_that_an_api_server_has_forgotten_are_opened_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut session = session(listener.local_addr().unwrap().port(), folder.path());
+        let answer = |kind: &'static str, watches: Arc<AtomicUsize>| {
+            get(move |RawQuery(query): RawQuery| async move {
+                if query.is_some_and(|query| query.contains("watch=true")) {
+                    watches.fetch_add(1, Ordering::Relaxed);
+                    return Body::from_stream(stream::pending::<Result<&str, Infallible>>());
+                }
+                let metadata = json!({ "resourceVersion": "1" });
+                Body::from(json!({ "kind": kind, "metadata": metadata, "items": [] }).to_string())
+            })
+        };
+        let (nodes, pods) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let router = Router::new()
+            .route("/api/v1/nodes", answer("NodeList", nodes.clone()))
+            .route("/api/v1/pods", answer("PodList", pods.clone()));
+        tokio::spawn(axum::serve(listener, router).into_future());
+        let (mut ports, _ends) = ports();
+        let open = Duration::from_secs(connection::WATCH.into());
+        let ended = time::timeout(open + Duration::from_secs(10), session.run(&mut ports)).await;
+        assert!(ended.is_err(), "it is nothing that the session should end for: {ended:?}");
+        assert_eq!([nodes, pods].map(|watches| watches.load(Ordering::Relaxed)), [2, 2]);
     }
 
     /// The pod of a StatefulSet that has gone, while its share is still there, and one of the same name that has come.
