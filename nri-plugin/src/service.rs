@@ -72,6 +72,8 @@ pub struct Service {
     standing: watch::Sender<Standing>,
     work: Arc<Semaphore>,
     bind_deadline: Duration,
+    /// Each bind that is being worked on holds a receiver, also one that nobody waits for any more.
+    binds: watch::Sender<()>,
     /// Events that are still being worked on though they were answered.
     late: Arc<AtomicUsize>,
     /// Shares whose records are to be synced to disk.
@@ -126,6 +128,7 @@ impl Service {
             standing: watch::Sender::default(),
             work: Arc::new(Semaphore::new(WORKERS as usize)),
             bind_deadline,
+            binds: watch::Sender::default(),
             late: Arc::default(),
             unsynced: Arc::default(),
         }
@@ -176,22 +179,31 @@ impl Service {
             return Ok(CreateContainerResponse::default());
         }
         let binder = self.binder()?;
+        // The runtime asks for one at a time, so that is one it was refused. While the disk stands still for that, it
+        // does for the next: the other containers that the runtime is to make would wait for each of them.
+        let held_up = self.binds.receiver_count() > 0;
+        let limit = if held_up { self.bind_deadline / 10 } else { self.bind_deadline };
         let late = Refusal::new(
             &pod,
             &container,
             format!(
-                "its share was not bound within {:?}; see whether the disk of {} is slow or full",
-                self.bind_deadline,
+                "its share was not bound within {limit:?}{}; see whether the disk of {} is slow or full",
+                if held_up { ", as one before it still is not" } else { "" },
                 binder.paths().state.display()
             ),
         );
         let attempt = Arc::new(Attempt::default());
         let work = {
             let (binder, attempt) = (Arc::clone(&binder), Arc::clone(&attempt));
-            in_turn(Arc::clone(&self.work), move || bind(&binder, &pod, &container, &attempt))
+            let under_way = self.binds.subscribe();
+            in_turn(Arc::clone(&self.work), move || {
+                let bound = bind(&binder, &pod, &container, &attempt);
+                drop(under_way);
+                bound
+            })
         };
         tokio::pin!(work);
-        let bound = match timeout(self.bind_deadline, &mut work).await {
+        let bound = match timeout(limit, &mut work).await {
             Ok(bound) => bound,
             Err(_) if attempt.give_up() => Err(refused(late.to_string())),
             // It came in at the last moment, and only has to be handed over.

@@ -289,6 +289,23 @@ async fn a_share_that_takes_too_long_is_refused_and_holds_nothing_running() {
     assert!(session.node.shares().records.is_empty(), "a share of a pod that nobody will tell of again");
 }
 
+/// The runtime makes no other container while it waits for us.
+#[tokio::test]
+async fn a_disk_that_stands_still_holds_the_runtime_up_for_one_share_not_for_each() {
+    let session = session_with(TestNode::new(), Duration::from_secs(1)).await;
+    let held = fs::File::open(session.node.file.paths.shares()).unwrap();
+    held.lock().unwrap();
+    for (n, said) in
+        [(1, "not bound within 1s;"), (2, "not bound within 100ms, as one before it"), (3, "100ms")]
+    {
+        let error = message(session.runtime.create(&pod(n), granted(&pod(n), "main", 1, 20, 2)).await);
+        assert!(error.contains(said), "{error}");
+    }
+    held.unlock().unwrap();
+    while session.runtime.create(&pod(1), granted(&pod(1), "main", 2, 20, 2)).await.is_err() {}
+    assert_eq!(session.node.shares().records.len(), 1);
+}
+
 /// The one that was refused gets its turn when the next attempt's container is bound already.
 #[tokio::test]
 async fn a_share_that_comes_too_late_takes_nothing_from_the_container_that_came_after() {
