@@ -219,6 +219,60 @@ async fn an_xid_and_the_loss_of_a_gpu_keep_shares_off_it_until_it_is_well() {
 
 #[tokio::test]
 #[ignore = "needs root: device nodes"]
+async fn shares_that_run_on_a_gpu_that_falls_ill_are_named() {
+    let node = Node::new();
+    let module = Module::load(&node, 2);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    let [core, _] = both(&mut kubelet).await;
+    core.devices_where(sick(None)).await;
+    let inventory = Inventory::load(&node.path("state/inventory.json")).unwrap();
+    for (at, pod) in [(0, "well"), (1, "ill")] {
+        let share = node.path(&format!("state/shares/{pod}_main"));
+        fs::create_dir_all(&share).unwrap();
+        let record = serde_json::json!({
+            "version": 1, "pod": {"uid": pod, "namespace": "ns", "name": pod, "sandboxId": pod},
+            "container": {"name": "main", "id": pod}, "bootId": "b", "kind": "share",
+            "gpus": [{"uuid": inventory.gpus[at].uuid, "minor": at, "core": 20, "memoryBytes": 1 << 30}],
+            "state": "running", "boundAt": 0, "shim": true,
+        });
+        fs::write(share.join("share.json"), record.to_string()).unwrap();
+    }
+    module.happens(&["xid", "--gpu", "1", "79"]);
+    core.devices_where(sick(Some(1))).await;
+    daemon.says(r#"running="ns/ill main""#);
+    stop(daemon).await;
+}
+
+/// As after an upgrade of the driver's packages, until the node is rebooted.
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
+async fn a_library_of_another_version_than_the_module_is_told_with_the_remedy() {
+    let node = Node::new();
+    let module = Module::load(&node, 2);
+    module.happens(&["xid", "--gpu", "0", "31"]);
+    let library = node.path("driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.550.163.01");
+    let right = fs::read(&library).unwrap();
+    let mut upgraded = right.clone();
+    let at = upgraded.windows(30).position(|at| at.starts_with(b"sim-driver-version=550.163.01/")).unwrap();
+    upgraded[at + 28] = b'2';
+    // The file is replaced, as a package's is.
+    let put = |bytes: &[u8]| {
+        fs::write(node.path("fresh"), bytes).unwrap();
+        fs::rename(node.path("fresh"), &library).unwrap();
+    };
+    put(&upgraded);
+    let mut kubelet = Kubelet::start(&node.kubelet());
+    let mut daemon = node.start();
+    daemon.says("the driver was upgraded; reboot the node, or reload the kernel modules");
+    put(&right);
+    let [core, _] = both(&mut kubelet).await;
+    core.devices_where(sick(None)).await;
+    stop(daemon).await;
+}
+
+#[tokio::test]
+#[ignore = "needs root: device nodes"]
 async fn memory_errors_that_ecc_cannot_correct_keep_shares_off_their_gpu() {
     let node = Node::new();
     let module = Module::load(&node, 2);
