@@ -136,10 +136,11 @@ fn a_program_that_wants_a_genuine_driver_ends_as_without_the_shim() {
     }
 }
 
-/// Whatever such a pool prefers: any kernel may draw its memory to the GPU.
+/// Whatever such a pool prefers, the program's own and those that are there without one: any kernel may draw its memory to the GPU.
 #[test]
 fn managed_pools_of_a_driver_that_keeps_them_in_host_memory_count_in_full() {
     const OUT_OF_MEMORY: i32 = 2;
+    let (pinned, managed) = (1, 2);
     if !can_mount() {
         return;
     }
@@ -156,16 +157,28 @@ fn managed_pools_of_a_driver_that_keeps_them_in_host_memory_count_in_full() {
     };
     let before = used(&mut session);
     // Nothing, the GPU, the host, a node of the host.
-    for place in 0..4 {
-        let pool = session.must(&format!("managed-pool {place} 0"));
+    let places = (0..4).flat_map(|place| [(place, true), (place, false)]);
+    for (place, own) in places {
+        let make =
+            if own { format!("managed-pool {place} 0") } else { format!("default-pool {managed} {place}") };
+        let pool = session.must(&make);
         assert_eq!(used(&mut session), before);
         let block = session.must(&format!("from-pool {} {pool}", 600 * MIB));
-        assert_eq!(used(&mut session), before + 600 * MIB, "{place}");
+        assert_eq!(used(&mut session), before + 600 * MIB, "{make}");
         assert_eq!(session.call(&format!("from-pool {} {pool}", 500 * MIB)).0, OUT_OF_MEMORY);
         assert_eq!(session.call(&format!("alloc {}", 500 * MIB)).0, OUT_OF_MEMORY);
         session.must(&format!("free-async {block}"));
         session.must("wait");
         assert_eq!(used(&mut session), before);
-        session.must(&format!("free-pool {pool}"));
+        if own {
+            session.must(&format!("free-pool {pool}"));
+        }
     }
+    // Of what is pinned, the GPU's counts and the host's does not.
+    let (gpu, host) = (1, 2);
+    let pool = session.must(&format!("default-pool {pinned} {gpu}"));
+    assert_eq!(session.call(&format!("from-pool {} {pool}", 2 * CEILING)).0, OUT_OF_MEMORY);
+    let pool = session.must(&format!("default-pool {pinned} {host}"));
+    session.must(&format!("from-pool {} {pool}", 2 * CEILING));
+    assert_eq!(used(&mut session), before);
 }

@@ -430,6 +430,11 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
     if (!strcmp(name, "free-pool")) return CALL("cuMemPoolDestroy", a);
     if (!strcmp(name, "from-pool")) return CALL("cuMemAllocFromPoolAsync", out, a, b, c);
     if (!strcmp(name, "pool-of")) return CALL("cuDeviceGetDefaultMemPool", out, a);
+    if (!strcmp(name, "default-pool")) {
+        /* Of a kind of memory at a kind of location. */
+        int location[] = {b, 0};
+        return CALL("cuMemGetDefaultMemPool", out, location, a);
+    }
     if (!strcmp(name, "keep")) {
         u64 pool;
         CALL("cuDeviceGetDefaultMemPool", &pool, a);

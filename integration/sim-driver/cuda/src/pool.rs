@@ -13,8 +13,8 @@ use crate::{
     context::Context,
     driver::{Driver, Registry, Tables, driver, tables, version},
     ffi::{
-        AccessDescription, INVALID_VALUE, In, Location, NOT_SUPPORTED, OUT_OF_MEMORY, Out, Outcome,
-        PoolProperties, api, location,
+        AccessDescription, INVALID_VALUE, In, Location, OUT_OF_MEMORY, Out, Outcome, PoolProperties, api,
+        location,
     },
     managed::gpu_of,
     memory::{Block, Kind, map, unmap},
@@ -117,24 +117,64 @@ impl Pool {
     }
 }
 
+/// Memory of which there is a default pool.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Memory {
+    managed: bool,
+    /// Kind and number of the location.
+    place: (c_int, c_int),
+    /// The GPU that it is of; none for the host's, and for managed memory.
+    gpu: Option<usize>,
+}
+
+impl Memory {
+    /// That of a GPU.
+    fn of_gpu(driver: &Driver, gpu: usize) -> Self {
+        Self { managed: false, place: (location::DEVICE, driver.device(gpu)), gpu: Some(gpu) }
+    }
+
+    /// That of a kind (`CUmemAllocationType`) at a location.
+    fn at(place: Location, kind: c_int) -> Outcome<Self> {
+        let managed = is_managed(kind)?;
+        let gpu = match place.kind {
+            location::NONE if managed => None,
+            location::HOST_NUMA_CURRENT => return Err(INVALID_VALUE),
+            _ => gpu_of(place)?,
+        };
+        // Of these there is one, whatever number is given.
+        let id = if matches!(place.kind, location::NONE | location::HOST) { 0 } else { place.id };
+        Ok(Self { managed, place: (place.kind, id), gpu: gpu.filter(|_| !managed) })
+    }
+}
+
+/// Whether an allocation type is that of managed memory.
+fn is_managed(kind: c_int) -> Outcome<bool> {
+    match kind {
+        PINNED => Ok(false),
+        MANAGED if version().1 >= MANAGED_SINCE => Ok(true),
+        _ => Err(INVALID_VALUE),
+    }
+}
+
 /// The process's pools.
 #[derive(Default)]
 pub(crate) struct Pools {
     all: Registry<Pool>,
-    /// The default pool of each GPU, and the one that it uses now.
-    default: HashMap<usize, u64>,
-    current: HashMap<usize, u64>,
+    /// The default pools, and those in use in their stead.
+    default: HashMap<Memory, u64>,
+    current: HashMap<Memory, u64>,
 }
 
 impl Pools {
-    fn default_of(&mut self, driver: &Driver, gpu: usize) -> u64 {
-        let place = Location { kind: location::DEVICE, id: driver.device(gpu) };
-        *self.default.entry(gpu).or_insert_with(|| self.all.add(Pool::new(Some(gpu), place, 0, 0)))
+    fn default_of(&mut self, memory: Memory) -> u64 {
+        let Memory { managed, place: (kind, id), gpu } = memory;
+        let new = || Pool { managed, ..Pool::new(gpu, Location { kind, id }, 0, 0) };
+        *self.default.entry(memory).or_insert_with(|| self.all.add(new()))
     }
 
-    fn current_of(&mut self, driver: &Driver, gpu: usize) -> u64 {
-        let default = self.default_of(driver, gpu);
-        *self.current.get(&gpu).unwrap_or(&default)
+    fn current_of(&mut self, memory: Memory) -> u64 {
+        let default = self.default_of(memory);
+        *self.current.get(&memory).unwrap_or(&default)
     }
 
     fn get(&mut self, pool: u64) -> Outcome<&mut Pool> {
@@ -314,7 +354,7 @@ fn allocate(to: Out<u64>, bytes: usize, pool: Option<u64>, stream: Stream) -> Ou
     }
     let pool = match pool {
         Some(pool) => pool,
-        None => tables.pools.current_of(driver, context.gpu),
+        None => tables.pools.current_of(Memory::of_gpu(driver, context.gpu)),
     };
     to.put(tables.allocate_from(driver, context, pool, bytes as u64)?)
 }
@@ -366,21 +406,14 @@ fn set_attribute(pool: &mut Pool, which: c_int, value: Out<c_void>) -> Outcome {
     Ok(())
 }
 
-/// The default or current pool of a location.
-fn pool_at(place: Location, kind: c_int, pick: impl Fn(&mut Pools, &Driver, usize) -> u64) -> Outcome<u64> {
-    let driver = driver()?;
-    match gpu_of(place)? {
-        Some(gpu) if kind == 1 => Ok(pick(&mut driver.tables().pools, driver, gpu)),
-        _ => Err(NOT_SUPPORTED),
-    }
-}
-
-fn set_pool(gpu: usize, pool: u64) -> Outcome {
+fn set_pool(memory: Memory, pool: u64) -> Outcome {
     let mut tables = tables()?;
-    if tables.pools.get(pool)?.gpu != Some(gpu) {
+    let of = tables.pools.get(pool)?;
+    let (place, kind) = (of.place, if of.managed { MANAGED } else { PINNED });
+    if Memory::at(place, kind)? != memory {
         return Err(INVALID_VALUE);
     }
-    tables.pools.current.insert(gpu, pool);
+    tables.pools.current.insert(memory, pool);
     Ok(())
 }
 
@@ -402,57 +435,47 @@ api! {
     fn cuDeviceGetDefaultMemPool(pool: Out<u64>, device: c_int) {
         let driver = driver()?;
         let gpu = driver.gpu(device)?;
-        pool.put(driver.tables().pools.default_of(driver, gpu))
+        pool.put(driver.tables().pools.default_of(Memory::of_gpu(driver, gpu)))
     }
 
     fn cuDeviceGetMemPool(pool: Out<u64>, device: c_int) {
         let driver = driver()?;
         let gpu = driver.gpu(device)?;
-        pool.put(driver.tables().pools.current_of(driver, gpu))
+        pool.put(driver.tables().pools.current_of(Memory::of_gpu(driver, gpu)))
     }
 
-    fn cuDeviceSetMemPool(device: c_int, pool: u64) { set_pool(driver()?.gpu(device)?, pool) }
+    fn cuDeviceSetMemPool(device: c_int, pool: u64) {
+        let driver = driver()?;
+        set_pool(Memory::of_gpu(driver, driver.gpu(device)?), pool)
+    }
 
     fn cuMemGetDefaultMemPool(pool: Out<u64>, place: In<Location>, kind: c_int) {
-        pool.put(pool_at(place.get()?, kind, Pools::default_of)?)
+        let memory = Memory::at(place.get()?, kind)?;
+        pool.put(tables()?.pools.default_of(memory))
     }
 
     fn cuMemGetMemPool(pool: Out<u64>, place: In<Location>, kind: c_int) {
-        pool.put(pool_at(place.get()?, kind, Pools::current_of)?)
+        let memory = Memory::at(place.get()?, kind)?;
+        pool.put(tables()?.pools.current_of(memory))
     }
 
     fn cuMemSetMemPool(place: In<Location>, kind: c_int, pool: u64) {
-        match gpu_of(place.get()?)? {
-            Some(gpu) if kind == 1 => set_pool(gpu, pool),
-            _ => Err(NOT_SUPPORTED),
-        }
+        set_pool(Memory::at(place.get()?, kind)?, pool)
     }
 
     fn cuMemPoolCreate(pool: Out<u64>, properties: In<PoolProperties>) {
         let driver = driver()?;
         pool.wanted()?;
         let wanted = properties.get()?;
-        let managed = match wanted.kind {
-            PINNED => false,
-            MANAGED if version().1 >= MANAGED_SINCE => true,
-            _ => return Err(INVALID_VALUE),
-        };
-        let gpu = match wanted.location.kind {
-            location::NONE if managed => None,
-            location::HOST_NUMA_CURRENT => return Err(INVALID_VALUE),
-            // Other processes cannot have the host's.
-            location::HOST if wanted.handle_types != 0 => return Err(INVALID_VALUE),
-            _ => gpu_of(wanted.location)?,
-        };
+        let Memory { managed, gpu, .. } = Memory::at(wanted.location, wanted.kind)?;
+        // Other processes cannot have the host's.
+        if wanted.location.kind == location::HOST && wanted.handle_types != 0 {
+            return Err(INVALID_VALUE);
+        }
         // A handle that others import is not modelled.
         let new = Pool {
             managed,
-            ..Pool::new(
-                gpu.filter(|_| !managed),
-                wanted.location,
-                wanted.handle_types,
-                wanted.max_size as u64,
-            )
+            ..Pool::new(gpu, wanted.location, wanted.handle_types, wanted.max_size as u64)
         };
         pool.put(driver.tables().pools.all.add(new))
     }

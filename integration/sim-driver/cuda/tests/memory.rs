@@ -35,6 +35,7 @@ fn plays_a_part() {
         "pools" => pools(),
         "managed pools" => managed_pools(),
         "no managed pools" => no_managed_pools(),
+        "default pools" => default_pools(),
         "graphs" => graphs(),
         "managed" => managed(),
         "contents" => contents(),
@@ -283,6 +284,71 @@ fn no_managed_pools() {
 fn managed_pools_take_room_where_their_memory_is_and_come_with_cuda_13() {
     Driver::start(&format!("{PAGES}\ndriver: 580.82.07")).play("managed pools");
     Driver::start(PAGES).play("no managed pools");
+}
+
+/// Of each kind of memory at each place, as CUDA 13 has them.
+fn default_pools() {
+    const PINNED: u64 = 1;
+    context(0);
+    let pool_at = |place: u64, kind: u64| {
+        let (mut default, mut current) = (0_u64, 0_u64);
+        ok!(cuMemGetDefaultMemPool(&mut default, &place, kind));
+        ok!(cuMemGetMemPool(&mut current, &place, kind));
+        (default, current)
+    };
+    let mut of_device = 0_u64;
+    ok!(cuDeviceGetDefaultMemPool(&mut of_device, 0));
+    assert_eq!(pool_at(1, PINNED), (of_device, of_device));
+    let all = free();
+    let mut seen = vec![of_device];
+    // What it prefers, or is of: nothing, GPU 0, GPU 1, the host, nodes of the host.
+    for (kind, location, id) in [
+        (MANAGED, 0, 0),
+        (MANAGED, 1, 0),
+        (MANAGED, 1, 1),
+        (MANAGED, 2, 0),
+        (MANAGED, 3, 0),
+        (MANAGED, 3, 1),
+        (PINNED, 1, 1),
+        (PINNED, 2, 0),
+        (PINNED, 3, 0),
+    ] {
+        let place = location | id << 32;
+        let (pool, current) = pool_at(place, kind);
+        assert!(!seen.contains(&pool) && pool == current, "{kind} {location} {id}");
+        seen.push(pool);
+        assert_eq!([9, 12, 11].map(|which| attribute(pool, which)), [kind, location, id]);
+        assert_eq!(call!(cuMemPoolDestroy(pool)), 1, "it is not the program's");
+        let (mut own, mut block) = (0_u64, 0_u64);
+        ok!(cuMemPoolCreate(&mut own, &pool_properties(kind, location, id)));
+        ok!(cuMemSetMemPool(&place, kind, own));
+        assert_eq!(pool_at(place, kind), (pool, own));
+        ok!(cuMemAllocFromPoolAsync(&mut block, MIB, pool, 0));
+        assert_eq!(all - free(), 0, "none of it is on this GPU");
+        ok!(cuMemFreeAsync(block, 0));
+        // Not of another place, and not of another kind.
+        assert_eq!(call!(cuMemSetMemPool(&(3_u64 | 5 << 32), kind, own)), 1);
+        assert_eq!(call!(cuMemSetMemPool(&1_u64, PINNED, own)), 1);
+        // One that is gone is nobody's.
+        ok!(cuMemPoolDestroy(own));
+        assert_eq!(pool_at(place, kind), (pool, pool));
+    }
+    // A place for whichever number is given.
+    assert_eq!(pool_at(2 | 7 << 32, MANAGED), pool_at(2, MANAGED));
+    // What is allocated in a stream is the device's own.
+    let mut block = 0_u64;
+    ok!(cuMemAllocAsync(&mut block, MIB, 0));
+    assert_eq!(all - free(), 32 * MIB);
+    ok!(cuMemFreeAsync(block, 0));
+    let mut pool = 0_u64;
+    for (location, kind) in [(0, PINNED), (4, PINNED), (4, MANAGED), (1, 0), (1, 3)] {
+        assert_eq!(call!(cuMemGetDefaultMemPool(&mut pool, &location, kind)), 1, "{location} {kind}");
+    }
+}
+
+#[test]
+fn every_kind_of_memory_has_its_default_pool_at_each_place() {
+    Driver::start(&format!("{PAGES}\ndriver: 580.82.07")).play("default pools");
 }
 
 #[test]
