@@ -67,24 +67,28 @@ fn the_ceiling_holds_and_what_is_freed_is_to_be_had_again() {
 #[test]
 fn a_program_that_resolves_as_a_runtime_does_is_held_as_well() {
     let Some(model) = model() else { return };
-    let mut session = Session::of(model.command().env("SESSION_RESOLVES", "1"));
-    session.must("init 0");
-    for (make, end, bytes) in [
-        (format!("alloc {MIB}"), "free", MIB),
-        (format!("managed {MIB}"), "free", MIB),
-        ("pitch 512 100".into(), "free", 51200),
-        ("array 128 128".into(), "free-array", 65536),
-        (format!("create {}", 2 * MIB), "release", 2 * MIB),
-        (format!("async {MIB}"), "free-async", 32 * MIB),
-        (format!("async-thread {MIB}"), "free-async", 32 * MIB),
-    ] {
-        let key = session.must(&make);
-        exact(&model, &mut session, bytes);
-        session.must(&format!("{end} {key}"));
-        session.must("wait");
-        exact(&model, &mut session, 0);
+    for version in ["11080", "12040", "13000"] {
+        let mut session = Session::of(model.command().env("SESSION_RESOLVES", version));
+        session.must("init 0");
+        for (make, end, bytes) in [
+            (format!("alloc {MIB}"), "free", MIB),
+            (format!("managed {MIB}"), "free", MIB),
+            ("pitch 512 100".into(), "free", 51200),
+            ("array 128 128".into(), "free-array", 65536),
+            (format!("create {}", 2 * MIB), "release", 2 * MIB),
+            (format!("async {MIB}"), "free-async", 32 * MIB),
+            (format!("async-thread {MIB}"), "free-async", 32 * MIB),
+        ] {
+            let key = session.must(&make);
+            exact(&model, &mut session, bytes);
+            session.must(&format!("{end} {key}"));
+            session.must("wait");
+            exact(&model, &mut session, 0);
+        }
+        assert_eq!(session.call(&format!("alloc {}", CEILING + 1)).0, OUT_OF_MEMORY, "{version}");
+        session.kill();
     }
-    assert_eq!(session.call(&format!("alloc {}", CEILING + 1)).0, OUT_OF_MEMORY);
+    assert_eq!(model.passed(), 0);
 }
 
 #[test]
@@ -919,6 +923,25 @@ fn the_oldest_names_count_as_their_successors_do() {
         session = model.ready();
     }
     assert_eq!(model.passed(), 0);
+}
+
+/// As it is at its first run, which then finds it there.
+#[test]
+fn a_graph_that_is_uploaded_has_its_memory() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let stream = session.must("stream");
+    let [small, past] = [100, 2 * CEILING / MIB].map(|mib| executable(&mut session, "graph-alloc", mib));
+    session.must(&format!("upload {small} {stream}"));
+    exact(&model, &mut session, 100 * MIB);
+    let block = session.must(&format!("alloc {}", CEILING - 100 * MIB));
+    session.must(&format!("launch {small} {stream}"));
+    exact(&model, &mut session, CEILING);
+    session.must(&format!("free {block}"));
+    // What graphs have and do not use is let go of before one is refused.
+    assert_eq!(session.call(&format!("upload {past} {stream}")).0, OUT_OF_MEMORY);
+    exact(&model, &mut session, 0);
+    assert_eq!((model.passed(), model.refusals(0)), (0, 1));
 }
 
 /// What a program calls that is built with `--default-stream per-thread`.

@@ -7,6 +7,7 @@
 use std::{
     env,
     fs::{self, File},
+    hash::{DefaultHasher, Hasher},
     io::{BufRead, BufReader, Write},
     os::{fd::AsRawFd, unix::fs::FileExt},
     path::{Path, PathBuf},
@@ -93,6 +94,27 @@ pub fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common").join(name)
 }
 
+/// A folder with an empty file for each function that a session has called by its name. The folder's own name is made of the
+/// sources of the tests, so nothing is in it that is called by none of them any longer.
+pub fn calls() -> &'static Path {
+    static CALLS: OnceLock<PathBuf> = OnceLock::new();
+    CALLS.get_or_init(|| {
+        let tests = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+        let mut sources: Vec<_> = [tests.clone(), tests.join("common")]
+            .iter()
+            .flat_map(|folder| fs::read_dir(folder).unwrap())
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.is_file())
+            .collect();
+        sources.sort();
+        let mut hasher = DefaultHasher::new();
+        sources.iter().for_each(|source| hasher.write(&fs::read(source).unwrap()));
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("calls-{:016x}", hasher.finish()));
+        fs::create_dir_all(&folder).unwrap();
+        folder
+    })
+}
+
 /// The container in small.
 pub struct Room {
     pub folder: TempDir,
@@ -177,6 +199,7 @@ impl Room {
             .arg(program)
             .env_remove("LD_PRELOAD")
             .env_remove("LD_LIBRARY_PATH")
+            .env("SESSION_CALLS", calls())
             .env("CLIENT_CUDA", place::REAL_CUDA)
             .env("CLIENT_NVML", place::REAL_NVML)
             .env("CLIENT_SHIM", if self.preload { place::SHIM } else { "/usr/local/lib/libcuda.so.1" });

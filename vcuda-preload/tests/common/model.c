@@ -1459,10 +1459,9 @@ int cuLaunchGridAsync(void *f, int width, int height, struct stream *stream) {
 }
 
 int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags, int *status) {
-    (void)version;
-    /* The newest there is here. */
+    /* The newest there is here, but its own first version for those that know no other. */
     const char *suffixes[] = {flags == 2 ? "_ptsz" : "_v2", "_v2", ""};
-    for (int n = 0; n < 3; n++) {
+    for (int n = version < 12000 && !strcmp(symbol, "cuGetProcAddress") ? 2 : 0; n < 3; n++) {
         char name[128];
         snprintf(name, sizeof name, "%s%s", symbol, suffixes[n]);
         /* The C library's dlsym, as the real driver's table is its own. */
@@ -1473,6 +1472,11 @@ int cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64
             return status ? *status = 0 : 0, OK;
     }
     return status ? *status = 1 : 0, OK;
+}
+/* Whoever asks so is not told why there is none. */
+int cuGetProcAddress(const char *symbol, void **function, int version, uint64_t flags) {
+    int status, result = cuGetProcAddress_v2(symbol, function, version, flags, &status);
+    return !result && status ? NOT_FOUND : result;
 }
 
 /* ---- NVML ---- */

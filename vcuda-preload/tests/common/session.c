@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
@@ -26,6 +27,18 @@
 typedef uint64_t u64;
 static void *cuda, *nvml;
 
+/* Leaves the name of what is called in the folder SESSION_CALLS. */
+static void note_call(void *address) {
+    Dl_info info;
+    char path[4096];
+    int before = errno;
+    if (getenv("SESSION_CALLS") && dladdr(address, &info) && info.dli_sname) {
+        snprintf(path, sizeof path, "%s/%s", getenv("SESSION_CALLS"), info.dli_sname);
+        close(open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+    }
+    errno = before;
+}
+
 static void *function(const char *name) {
     static struct { const char *name; void *address; } known[128];
     for (int n = 0; n < 128; n++) {
@@ -34,13 +47,16 @@ static void *function(const char *name) {
         if (!known[n].name) {
             void *address = NULL;
             if (getenv("SESSION_RESOLVES") && strncmp(name, "nvml", 4)) {
-                /* As a runtime does: one look-up by name, and through what that gives one of itself, then all others. */
+                /* As a runtime of that version does: one look-up by name, and, from 12.0 on, through what that gives one of itself;
+                   then all others. */
                 typedef int (*get)(const char *, void **, int, u64, int *);
                 static get resolve;
+                int version = atoi(getenv("SESSION_RESOLVES"));
                 if (!resolve) {
-                    get first = (get)dlsym(cuda, "cuGetProcAddress_v2");
-                    if (!first || first("cuGetProcAddress", (void **)&resolve, 12040, 0, NULL) || !resolve)
+                    get first = (get)dlsym(cuda, version < 12000 ? "cuGetProcAddress" : "cuGetProcAddress_v2");
+                    if (!first || first("cuGetProcAddress", (void **)&resolve, version, 0, NULL) || !resolve)
                         exit(3);
+                    note_call(first), note_call(resolve);
                 }
                 char base[80];
                 strcpy(base, name);
@@ -50,7 +66,7 @@ static void *function(const char *name) {
                     *end = 0;
                 if (number)
                     *number = 0;
-                resolve(base, &address, 12040, flags, NULL);
+                resolve(base, &address, version, flags, NULL);
             } else if (getenv("SESSION_PER_THREAD")) {
                 /* By the name for per-thread default streams, where there is one. */
                 char other[96];
@@ -61,7 +77,7 @@ static void *function(const char *name) {
                 address = dlsym(strncmp(name, "nvml", 4) ? cuda : nvml, name);
             if (!address)
                 fprintf(stderr, "%s: %s\n", name, dlerror()), exit(3);
-            known[n].address = address;
+            note_call(known[n].address = address);
             return known[n].name = name, address;
         }
     }
