@@ -1560,6 +1560,35 @@ fn what_is_allocated_while_a_capture_ends_is_in_the_graph() {
     }
 }
 
+/// A capture may begin after we have looked: what the driver then puts into the graph is not in use of the pool.
+#[test]
+fn what_is_allocated_while_a_capture_begins_is_in_the_graph() {
+    let Some(model) = model() else { return };
+    for pool_of in ["pool-of 0", "managed-pool 2 0"] {
+        let mut session = model.ready();
+        let (pool, stream) = (session.must(pool_of), session.must("stream"));
+        session.must("hold 6");
+        session.must(&format!("beside-from-pool {} {pool} {stream}", 100 * MIB));
+        session.must(&format!("capture {stream}"));
+        let block = session.must("go-on");
+        exact(&model, &mut session, 0);
+        session.must(&format!("free-async {block} {stream}"));
+        let graph = session.must(&format!("end-capture {stream}"));
+        let exec = session.must(&format!("exec {graph}"));
+        session.must(&format!("launch {exec} {stream}"));
+        exact(&model, &mut session, 100 * MIB);
+        // What the pool takes and gives back after that is accounted as ever.
+        let block = session.must(&format!("from-pool {} {pool} {stream}", 10 * MIB));
+        session.must(&format!("free-async {block} {stream}"));
+        session.must(&format!("wait {stream}"));
+        exact(&model, &mut session, 100 * MIB);
+        session.must("trim-graphs 0");
+        session.must(&format!("alloc {CEILING}"));
+        assert_eq!(model.passed(), 0);
+        session.kill();
+    }
+}
+
 /// With a context end the captures in its streams.
 #[test]
 fn what_is_allocated_while_a_captured_stream_goes_with_its_context_is_in_the_graph() {

@@ -40,6 +40,7 @@ pub(crate) const POOLS: usize = 4096;
 const REUSE_FOLLOW_EVENT_DEPENDENCIES: i32 = 1;
 const REUSE_ALLOW_INTERNAL_DEPENDENCIES: i32 = 3;
 const RESERVED_MEM_CURRENT: i32 = 5;
+const USED_MEM_CURRENT: i32 = 7;
 
 /// Pools of today's drivers grow by 32 MiB (seen) until one is found to do with less.
 const FIRST_STEP: u64 = 32 << 20;
@@ -167,8 +168,13 @@ fn make_usable(freed_in: &mut Lanes<()>, pool: Handle, here: Lane, stream: Strea
 
 /// Bytes that a pool holds, if the driver says so.
 fn reserved(handle: Handle) -> Option<u64> {
-    let mut holds = 0_u64;
-    attribute(handle, RESERVED_MEM_CURRENT, (&raw mut holds).cast()).then_some(whole(holds))
+    bytes_of(handle, RESERVED_MEM_CURRENT)
+}
+
+/// An attribute that is a number of bytes, if the driver tells it.
+fn bytes_of(handle: Handle, which: i32) -> Option<u64> {
+    let mut bytes = 0_u64;
+    attribute(handle, which, (&raw mut bytes).cast()).then_some(whole(bytes))
 }
 
 fn attribute(handle: Handle, which: i32, value: *mut c_void) -> bool {
@@ -284,6 +290,13 @@ unsafe fn allocate(
         return result;
     }
     let made = address.value();
+    // A capture may have begun since we looked. What the driver has put into its graph is not in use of the pool.
+    if is_capturing(stream)
+        && bytes_of(handle, USED_MEM_CURRENT).is_some_and(|used| used < account.used + bytes)
+    {
+        account.settle(share, handle, true);
+        return address.hand_over(result);
+    }
     account.used += bytes;
     if !account.settle(share, handle, false) {
         // It grew by more than was expected, and than there is.
