@@ -1126,6 +1126,70 @@ fn graphs_count_what_they_take_when_they_first_run() {
     assert_eq!(model.passed(), 0);
 }
 
+/// No figure of the driver's tells where it is: it counts where the graph first runs, until that is destroyed.
+#[test]
+fn managed_memory_of_a_graph_that_prefers_no_device_counts_from_its_first_run() {
+    let Some(model) = model() else { return };
+    let (none, device, host, host_node) = (0, 1, 2, 3);
+    for kind in [none, host, host_node] {
+        let mut session = model.ready();
+        let [small, large] = [300, 600].map(|mib| {
+            let graph = session.must("graph");
+            session.must(&format!("graph-managed {graph} {} {kind}", mib * MIB));
+            session.must(&format!("graph-alloc {graph} {} 0", 100 * MIB));
+            graph
+        });
+        let exec = session.must(&format!("exec {small}"));
+        exact(&model, &mut session, 0);
+        let block = session.must(&format!("alloc {}", CEILING - 398 * MIB));
+        assert_eq!(session.call(&format!("launch {exec}")).0, OUT_OF_MEMORY);
+        exact(&model, &mut session, CEILING - 398 * MIB);
+        session.must(&format!("free {block}"));
+        let stream = session.must("stream");
+        for launch in [format!("upload {exec}"), format!("launch {exec}"), format!("launch {exec}")] {
+            session.must(&launch);
+            exact(&model, &mut session, 400 * MIB);
+        }
+        // It is one and the same for all streams, which have the rest each for itself.
+        session.must(&format!("launch {exec} {stream}"));
+        exact(&model, &mut session, 500 * MIB);
+        session.must("trim-graphs 0");
+        exact(&model, &mut session, 300 * MIB);
+        // What it was before stays until it is run as what it is now.
+        session.must(&format!("update {exec} {large}"));
+        exact(&model, &mut session, 300 * MIB);
+        session.must("fail 1");
+        assert_eq!(session.call(&format!("launch {exec}")).0, 999);
+        session.must(&format!("launch {exec}"));
+        exact(&model, &mut session, 700 * MIB);
+        assert_eq!(session.call(&format!("alloc {}", CEILING - 600 * MIB + 1)).0, OUT_OF_MEMORY);
+        session.must(&format!("launch {exec}"));
+        session.must(&format!("free-exec {exec}"));
+        session.must("trim-graphs 0");
+        exact(&model, &mut session, 0);
+        session.kill();
+    }
+    // Of the device that a context is of, and gone with all that is there.
+    let mut session = model.ready();
+    let graph = session.must("graph");
+    session.must(&format!("graph-managed {graph} {} {host}", 100 * MIB));
+    session.must("primary 1");
+    let exec = session.must(&format!("exec {graph}"));
+    session.must(&format!("launch {exec}"));
+    assert_eq!((model.held(1), model.accounted(1)), (100 * MIB, 100 * MIB));
+    assert_eq!((model.held(0), model.accounted(0)), (0, 0));
+    session.must("reset 1");
+    assert_eq!((model.held(1), model.accounted(1)), (0, 0));
+    // One that prefers a device is among what the driver tells of graphs there.
+    let mut session = model.ready();
+    let graph = session.must("graph");
+    session.must(&format!("graph-managed {graph} {} {device}", 100 * MIB));
+    let exec = session.must(&format!("exec {graph}"));
+    session.must(&format!("launch {exec}"));
+    exact(&model, &mut session, 100 * MIB);
+    assert_eq!(model.passed(), 0);
+}
+
 #[test]
 fn a_graph_that_is_updated_allocates_what_the_new_one_does() {
     let Some(model) = model() else { return };

@@ -191,6 +191,7 @@ macro_rules! resets_primary {
                 && let Some(share) = share()
             {
                 pool::reset(share, share.gpu_of_device(device));
+                graph::reset(device);
             }
             result
         }

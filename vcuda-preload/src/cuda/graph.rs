@@ -8,6 +8,9 @@
 //! that takes memory may pull it from streams that are idle. Then it wants all of it anew before it runs, and what it did not take is
 //! given back. A run that relies on memory from before may lose it while it waits for its turn, and take it again: until it has run,
 //! what it relied on stays charged.
+//!
+//! Of managed memory that prefers no device the driver's figure of a device knows nothing. It counts where the graph first runs,
+//! until the executable graph is destroyed.
 
 mod account;
 mod nodes;
@@ -66,6 +69,14 @@ pub(super) fn settle(share: &'static Share) {
     }
 }
 
+/// The driver has thrown away all of a device.
+pub(super) fn reset(device: Device) {
+    note(|graphs, share| {
+        graphs.reset(device);
+        graphs.settle(share);
+    });
+}
+
 /// The share, if graphs of this process allocate.
 fn allocating() -> Option<&'static Share> {
     share().filter(|share| share.state().graphs_allocate.load(Acquire) != 0)
@@ -96,15 +107,20 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
     let Some(share) = allocating() else { return call() };
     let state = share.state();
     let lane = lane_of(share, stream);
-    let (of, relying) = {
+    let (of, draws, relying) = {
         let mut graphs = state.graphs.lock();
         let Some(graphs) = &mut *graphs else { return call() };
         let Some(of) = graphs.execs.get(&exec).cloned() else { return call() };
-        let relying = graphs.has_memory(&of, lane).then(|| graphs.begin(of.clone(), lane, true));
-        (of, relying)
+        let draws =
+            (of.drawn > 0).then(|| share.here_in(stream)).flatten().and_then(|here| of.to_draw(here.device));
+        let has_all = draws.is_none() && graphs.has_memory(&of, lane);
+        let relying = has_all.then(|| graphs.begin(of.clone(), lane, true));
+        (of, draws, relying)
     };
-    let wanted: &[(Device, u64)] = if relying.is_some() { &[] } else { &of.wants };
-    let Some(taken) = take_all(share, wanted) else { return CUDA_ERROR_OUT_OF_MEMORY };
+    let mut wanted = if relying.is_some() { Vec::new() } else { of.wants.clone() };
+    let of_driver: u64 = wanted.iter().map(|(_, bytes)| bytes).sum();
+    wanted.extend(draws);
+    let Some(taken) = take_all(share, &wanted) else { return CUDA_ERROR_OUT_OF_MEMORY };
     let (number, alone, before) = {
         let mut graphs = state.graphs.lock();
         let graphs = graphs.get_or_insert_default();
@@ -115,7 +131,7 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
             account.charged += bytes;
             account.expected += bytes;
         }
-        (number, alone, if taken.is_empty() { 0 } else { graphs.kept() })
+        (number, alone, if of_driver == 0 { 0 } else { graphs.kept() })
     };
     // No lock is held while the driver runs it: that may wait for work of another thread's.
     let result = call();
@@ -127,10 +143,10 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
             account.expected = account.expected.saturating_sub(*bytes);
         }
     }
-    if !taken.is_empty() {
+    if of_driver != 0 {
         let alone = alone && graphs.begun == number;
         let grown = graphs.kept().saturating_sub(before);
-        if !alone || grown < taken.iter().map(|(.., bytes)| bytes).sum() {
+        if !alone || grown < of_driver {
             let _relaxed = pace::AnyCapture::new();
             graphs.lose(|other| Some(other) != lane && !is_at_work(other));
         }
@@ -140,6 +156,11 @@ fn run(exec: Exec, stream: Stream, call: impl FnOnce() -> Result) -> Result {
     }
     if let Some(exec) = graphs.execs.get_mut(&exec).filter(|exec| exec.number == of.number) {
         exec.has_memory_in = lane.filter(|_| result == CUDA_SUCCESS && !lost);
+        if result == CUDA_SUCCESS
+            && let Some((device, _)) = exec.drawn_to.or(draws)
+        {
+            exec.drawn_to = Some((device, exec.drawn));
+        }
     }
     graphs.settle(share);
     result

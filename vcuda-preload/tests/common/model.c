@@ -1185,10 +1185,12 @@ int cuMemPoolDestroy(struct pool *pool) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
+static void drop_drawn(int gpu);
 int cuDevicePrimaryCtxReset_v2(int device) {
     pthread_mutex_lock(&lock);
     take_along(&primary_contexts[device]);
     primary_contexts[device].alive = 0;
+    drop_drawn(gpu_of(device));
     struct pool *pool = &default_pools[device];
     for (int n = 1; n < fresh; n++)
         if (blocks[n].bytes && blocks[n].pool == pool)
@@ -1201,11 +1203,11 @@ int cuDevicePrimaryCtxReset_v2(int device) {
 
 /* ---- graphs: chains of nodes, of which only those that allocate and free do anything ---- */
 
-struct node { int kind, device; uint64_t bytes, address; struct graph *inner; };
+struct node { int kind, device; uint64_t bytes, address; struct graph *inner; int managed_at; /* a kind of location, and 1 */ };
 struct graph { int count; struct node nodes[64]; };
 /* Graphs of one stream have the same memory, one after the other. One that is launched in another stream has that one's, of which
  * the driver may pull some from a stream that is idle, and so has one after memory was left behind in its stream. */
-struct exec { struct stream *mapped_in; int device, leaves, left, count; uint64_t bytes; struct exec *next; };
+struct exec { struct stream *mapped_in; int device, leaves, left, count; uint64_t bytes, managed, drawn; int drawn_to; struct exec *next; };
 static struct exec *execs;
 static struct { struct stream *of; uint64_t bytes[GPUS]; } graph_memory[64];
 static uint64_t graph_left[GPUS]; /* what was left behind, which is nobody's to use */
@@ -1221,6 +1223,11 @@ static void unmap_execs(int device, struct stream *in) {
         if (exec->device == device && exec->mapped_in == in)
             exec->mapped_in = NULL;
 }
+static void drop_drawn(int gpu) {
+    for (struct exec *exec = execs; exec; exec = exec->next)
+        if (exec->drawn && exec->drawn_to == gpu)
+            give(gpu, exec->drawn), exec->drawn = 0;
+}
 static uint64_t graph_reserved(int device) {
     uint64_t sum = graph_left[device];
     for (int n = 0; n < 64; n++)
@@ -1231,10 +1238,10 @@ static uint64_t graph_reserved(int device) {
 int cuGraphCreate(struct graph **graph, unsigned flags) { return (void)flags, *graph = calloc(1, sizeof **graph), OK; }
 static int add_alloc_node(struct graph *graph, uint64_t bytes, int device, uint64_t *address) {
     *address = 0x7c0000000000ull + (uint64_t)rand() * MIB;
-    return graph->nodes[graph->count++] = (struct node){10, device, bytes, *address, NULL}, OK;
+    return graph->nodes[graph->count++] = (struct node){10, device, bytes, *address, NULL, 0}, OK;
 }
 static int add_free_node(struct graph *graph, uint64_t address) {
-    return graph->nodes[graph->count++] = (struct node){11, 0, 0, address, NULL}, OK;
+    return graph->nodes[graph->count++] = (struct node){11, 0, 0, address, NULL, 0}, OK;
 }
 int cuGraphAddMemFreeNode(struct node **node, struct graph *graph, void *after, size_t count, uint64_t address) {
     (void)after, (void)count;
@@ -1245,12 +1252,15 @@ struct alloc { struct properties pool; uint64_t rest[9]; void *access; size_t ac
 int cuGraphAddMemAllocNode(struct node **node, struct graph *graph, void *after, size_t count, struct alloc *alloc) {
     (void)after, (void)count;
     *node = &graph->nodes[graph->count];
-    return add_alloc_node(graph, alloc->bytes, alloc->pool.location, &alloc->address);
+    add_alloc_node(graph, alloc->bytes, alloc->pool.location, &alloc->address);
+    if (alloc->pool.kind == 2 && alloc->pool.location_kind != 1)
+        (*node)->managed_at = alloc->pool.location_kind + 1;
+    return OK;
 }
 int cuGraphAddChildGraphNode(struct node **node, struct graph *graph, void *after, size_t count, struct graph *inner) {
     (void)after, (void)count;
     *node = &graph->nodes[graph->count];
-    graph->nodes[graph->count++] = (struct node){4, 0, 0, 0, inner};
+    graph->nodes[graph->count++] = (struct node){4, 0, 0, 0, inner, 0};
     return OK;
 }
 int cuGraphGetNodes(struct graph *graph, struct node **nodes, size_t *count) {
@@ -1263,23 +1273,27 @@ int cuGraphChildGraphNodeGetGraph(struct node *node, struct graph **graph) { ret
 int cuGraphMemAllocNodeGetParams(struct node *node, struct alloc *alloc) {
     memset(alloc, 0, sizeof *alloc);
     alloc->pool = (struct properties){1, 0, 1, node->device};
+    if (node->managed_at)
+        alloc->pool.kind = 2, alloc->pool.location_kind = node->managed_at - 1;
     return alloc->bytes = node->bytes, alloc->address = node->address, OK;
 }
 /* Small allocations share pages. */
-static void add_up(struct graph *graph, uint64_t *large, uint64_t *small) {
+static void add_up(struct graph *graph, int managed, uint64_t *large, uint64_t *small) {
     for (int n = 0; n < graph->count; n++) {
         uint64_t bytes = graph->nodes[n].bytes;
         if (graph->nodes[n].kind == 4)
-            add_up(graph->nodes[n].inner, large, small);
+            add_up(graph->nodes[n].inner, managed, large, small);
+        else if (!graph->nodes[n].managed_at != !managed)
+            continue;
         else if (graph->nodes[n].kind == 10 && bytes > MIB)
             *large += (bytes + 2 * MIB - 1) & ~(2 * MIB - 1);
         else if (graph->nodes[n].kind == 10)
             *small += (bytes + 511) & ~511ull;
     }
 }
-static uint64_t size_of_graph(struct graph *graph) {
+static uint64_t size_of_graph(struct graph *graph, int managed) {
     uint64_t large = 0, small = 0;
-    add_up(graph, &large, &small);
+    add_up(graph, managed, &large, &small);
     return large + ((small + 2 * MIB - 1) & ~(2 * MIB - 1));
 }
 static int leaves(struct graph *graph) {
@@ -1293,7 +1307,7 @@ int cuGraphInstantiateWithFlags(struct exec **exec, struct graph *graph, uint64_
     (void)flags;
     struct exec *made = calloc(1, sizeof *made);
     made->device = CURRENT->device;
-    made->bytes = size_of_graph(graph);
+    made->bytes = size_of_graph(graph, 0), made->managed = size_of_graph(graph, 1);
     made->leaves = leaves(graph);
     made->count = graph->count;
     pthread_mutex_lock(&lock);
@@ -1314,7 +1328,8 @@ int cuGraphInstantiateWithParams(struct exec **exec, struct graph *graph, struct
 int cuGraphExecUpdate_v2(struct exec *exec, struct graph *graph, int *result) {
     if (exec->count != graph->count)
         return *result = 2, UPDATE_FAILURE;
-    exec->bytes = size_of_graph(graph), exec->leaves = leaves(graph), exec->mapped_in = NULL;
+    exec->bytes = size_of_graph(graph, 0), exec->leaves = leaves(graph), exec->mapped_in = NULL;
+    exec->managed = size_of_graph(graph, 1);
     return *result = 0, OK;
 }
 int cuGraphExecUpdate(struct exec *exec, struct graph *graph, struct node **node, int *result) {
@@ -1329,7 +1344,16 @@ int cuGraphLaunch(struct exec *exec, struct stream *stream) {
     hold(BEFORE_LAUNCH);
     pthread_mutex_lock(&lock);
     uint64_t *has = &graph_memory_of(stream)[device];
-    if (exec->bytes && exec->mapped_in != stream && !exec->left) {
+    /* Its kernels draw all of its managed memory to where it first runs; no figure of graphs tells of that. */
+    if (exec->managed != exec->drawn) {
+        if (!exec->drawn)
+            exec->drawn_to = gpu_of(stream->context->device);
+        give(exec->drawn_to, exec->drawn);
+        exec->drawn = 0;
+        if (!(result = take(exec->drawn_to, exec->managed)))
+            exec->drawn = exec->managed;
+    }
+    if (!result && exec->bytes && exec->mapped_in != stream && !exec->left) {
         uint64_t more = exec->bytes > *has ? exec->bytes - *has : 0;
         for (int n = 0; n < 64 && more && getenv("MODEL_GRAPHS_PULL"); n++) {
             uint64_t *other = &graph_memory[n].bytes[device];
@@ -1371,6 +1395,7 @@ int cuGraphExecDestroy(struct exec *exec) {
         at = &(*at)->next;
     if (*at)
         *at = exec->next;
+    give(exec->drawn_to, exec->drawn);
     pthread_mutex_unlock(&lock);
     return free(exec), OK;
 }

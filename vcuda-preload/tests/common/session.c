@@ -516,6 +516,13 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         int result = CALL("cuGraphAddMemAllocNode", &node, a, NULL, 0UL, &alloc);
         return result || name[6] == 'l' ? result : CALL("cuGraphAddMemFreeNode", &node, a, NULL, 0UL, alloc.address);
     }
+    if (!strcmp(name, "graph-managed")) {
+        struct alloc alloc = {properties, NULL, 0, b, 0};
+        u64 node;
+        alloc.pool.kind = 2, alloc.pool.location_kind = c;
+        int result = CALL("cuGraphAddMemAllocNode", &node, a, NULL, 0UL, &alloc);
+        return result ? result : CALL("cuGraphAddMemFreeNode", &node, a, NULL, 0UL, alloc.address);
+    }
     if (!strcmp(name, "graph-inner")) return CALL("cuGraphAddChildGraphNode", out, a, NULL, 0UL, b);
     if (!strcmp(name, "hide-nodes")) {
         /* They are added while the next call is at it. */

@@ -39,6 +39,10 @@ pub(super) struct Executable {
     pub number: u64,
     /// Bytes per device.
     pub wants: Vec<(Device, u64)>,
+    /// Bytes of managed memory that need not be anywhere, until a kernel draws them to its GPU.
+    pub drawn: u64,
+    /// Where they are counted since it first ran, and how many.
+    pub drawn_to: Option<(Device, u64)>,
     /// It allocates what it does not free.
     pub leaves: bool,
     /// Where it has its memory, if it surely still does.
@@ -85,17 +89,21 @@ fn reserved(device: Device) -> Option<u64> {
 impl Graphs {
     /// Brings the accounts in line with what the driver keeps, and what runs under way may still take.
     pub(super) fn settle(&mut self, share: &Share) {
-        let again: BTreeMap<Device, u64> =
-            self.devices.keys().map(|device| (*device, self.taken_again(*device))).collect();
+        let beyond: BTreeMap<Device, (u64, u64)> = self
+            .devices
+            .keys()
+            .map(|device| (*device, (self.drawn_to(*device), self.taken_again(*device))))
+            .collect();
         for (device, account) in &mut self.devices {
             let Some(reserved) = reserved(*device) else { continue };
-            let least = reserved.saturating_add(account.expected);
+            let (drawn, again) = beyond.get(device).copied().unwrap_or_default();
+            let least = reserved.saturating_add(account.expected).saturating_add(drawn);
             if least > account.charged {
                 share.charge(account.gpu, least - account.charged);
                 account.charged = least;
             } else {
                 // Of what is free, runs that have lost their memory may take as much again.
-                let most = least.saturating_add(again.get(device).copied().unwrap_or(0));
+                let most = least.saturating_add(again);
                 share.give(account.gpu, account.charged.saturating_sub(most));
                 account.charged = account.charged.min(most);
             }
@@ -115,10 +123,25 @@ impl Graphs {
         lanes.iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
 
-    /// Notes what an executable graph that allocates is from now on.
-    pub(super) fn enter(&mut self, exec: Exec, wants: Vec<(Device, u64)>, leaves: bool) {
+    /// Bytes that executable graphs have had drawn to a device, of which the driver tells nothing.
+    fn drawn_to(&self, device: Device) -> u64 {
+        let on_it = self.execs.values().filter_map(|exec| exec.drawn_to).filter(|(to, _)| *to == device);
+        on_it.fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
+    }
+
+    /// Notes what an executable graph that allocates is from now on. What it was before has left its managed memory where it is
+    /// until it runs again.
+    pub(super) fn enter(&mut self, exec: Exec, (wants, drawn): (Vec<(Device, u64)>, u64), leaves: bool) {
         self.made += 1;
-        self.execs.insert(exec, Executable { number: self.made, wants, leaves, has_memory_in: None });
+        let drawn_to = self.execs.get(&exec).and_then(|before| before.drawn_to);
+        let now = Executable { number: self.made, wants, drawn, drawn_to, leaves, has_memory_in: None };
+        self.execs.insert(exec, now);
+    }
+
+    /// The driver has thrown away all of a device.
+    pub(super) fn reset(&mut self, device: Device) {
+        let on_it = |exec: &&mut Executable| exec.drawn_to.is_some_and(|(to, _)| to == device);
+        self.execs.values_mut().filter(on_it).for_each(|exec| exec.drawn_to = None);
     }
 
     /// Whether a run of `exec` in `lane` has its memory there. One that leaves memory behind keeps what others of its lane have.
@@ -160,6 +183,12 @@ impl Graphs {
 }
 
 impl Executable {
+    /// What of its managed memory is yet to be counted for a run on `device`, and where.
+    pub(super) fn to_draw(&self, device: Device) -> Option<(Device, u64)> {
+        let (to, counted) = self.drawn_to.unwrap_or((device, 0));
+        (self.drawn > counted).then(|| (to, self.drawn - counted))
+    }
+
     /// Bytes of a device that it wants.
     fn bytes_of(&self, device: Device) -> u64 {
         self.wants.iter().filter(|(of, _)| *of == device).map(|(_, bytes)| bytes).sum()

@@ -34,8 +34,8 @@ const _: () = assert!(size_of::<AllocParameters>() == 120);
 /// What nodes of a graph allocate and free.
 #[derive(Default)]
 pub(super) struct Allocations {
-    /// Device, bytes and address.
-    pub made: Vec<(Device, u64, u64)>,
+    /// Device, bytes and address; no device for managed memory that need not be anywhere.
+    pub made: Vec<(Option<Device>, u64, u64)>,
     /// Addresses.
     freed: BTreeSet<u64>,
 }
@@ -116,8 +116,8 @@ fn nodes(graph: Graph) -> core::result::Result<Vec<Node>, Result> {
     }
 }
 
-/// What a node allocates, which is one that allocates; none of a device's memory where it is the host's.
-fn allocation(node: Node) -> core::result::Result<Option<(Device, u64, u64)>, Result> {
+/// What a node allocates, which is one that allocates; nothing where it is the host's memory.
+fn allocation(node: Node) -> core::result::Result<Option<(Option<Device>, u64, u64)>, Result> {
     // Later versions may have more to say.
     let mut room = [0_u64; 64];
     let parameters: *mut AllocParameters = room.as_mut_ptr().cast();
@@ -127,17 +127,21 @@ fn allocation(node: Node) -> core::result::Result<Option<(Device, u64, u64)>, Re
     })?;
     // SAFETY: written on success; any bits are a value.
     let AllocParameters { pool, bytes, address, .. } = unsafe { parameters.read() };
-    Ok(pool.device().map(|device| (device, whole(bytes as u64), address)))
+    let device = pool.device();
+    Ok((device.is_some() || pool.is_managed()).then_some((device, whole(bytes as u64), address)))
 }
 
-/// Bytes per device that such allocations take together: large ones whole pages of their own, small ones share theirs.
-pub(super) fn together(list: &[(Device, u64, u64)]) -> Vec<(Device, u64)> {
-    let mut devices: BTreeMap<Device, (u64, u64)> = BTreeMap::new();
+/// Bytes that such allocations take together of each device, and of whichever kernels draw them to (last): large ones whole pages
+/// of their own, small ones share theirs.
+pub(super) fn together(list: &[(Option<Device>, u64, u64)]) -> (Vec<(Device, u64)>, u64) {
+    let mut devices: BTreeMap<Option<Device>, (u64, u64)> = BTreeMap::new();
     for (device, bytes, _) in list {
         let (large, small) = devices.entry(*device).or_default();
         let sum = if *bytes > memory::SMALL { large } else { small };
         *sum = sum.saturating_add(memory::taken(*bytes));
     }
     let pages = |small: u64| small.checked_next_multiple_of(memory::PAGE).unwrap_or(u64::MAX);
-    devices.into_iter().map(|(device, (large, small))| (device, large.saturating_add(pages(small)))).collect()
+    let sum = |(large, small): (u64, u64)| large.saturating_add(pages(small));
+    let drawn = devices.remove(&None).map_or(0, sum);
+    (devices.into_iter().filter_map(|(device, parts)| Some((device?, sum(parts)))).collect(), drawn)
 }
