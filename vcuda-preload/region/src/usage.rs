@@ -26,6 +26,7 @@ use crate::{
     MAX_GPUS, MAX_PROCESSES,
     account::{Account, Refused, bytes, units},
     bits::bits,
+    fault,
     layout::{Header, Slot, USAGE, USAGE_SIZE, UsageFile},
     limits::{replace, take_room},
     mapping::{Mapping, invalid, open},
@@ -146,14 +147,19 @@ impl Usage {
                     continue;
                 }
             }
+            fault::point();
             self.forget_exports(slot);
             let Slot { pid, start, pid_namespace, program, .. } = &self.file.slots[slot];
             pid.store(u64::from(me.pid), Relaxed);
+            fault::point();
             start.store(me.start, Relaxed);
             pid_namespace.store(me.pid_namespace, Relaxed);
             program.store(me.program, Relaxed);
+            fault::point();
             self.file.claimed[slot / 64].fetch_or(1 << (slot % 64), Release);
+            fault::point();
             self.keep(slot);
+            fault::point();
             return Ok(Process { slot });
         }
         Err(io::Error::other(format!("{MAX_PROCESSES} processes of this container use GPUs already")))

@@ -62,6 +62,8 @@ fn worker() {
         "drain-die-at" => drain_until(&usage, number, libc::SIGKILL),
         "drain-stop-at" => drain_until(&usage, number, libc::SIGSTOP),
         "share-until" => share_until(&usage, number),
+        "claim-die-at" => claim_until(&usage, number, libc::SIGKILL),
+        "claim-stop-at" => claim_until(&usage, number, libc::SIGSTOP),
         "churn" => churn_at_random(&usage, u64::try_from(number).unwrap()),
         "exec" => {
             hold_first(&usage, u64::try_from(number).unwrap());
@@ -144,6 +146,15 @@ fn churn_until(usage: &Usage, point: i64, signal: i32) {
         }
     }
     say("done");
+    wait_for_end_of_input();
+}
+
+/// Claims a slot and takes 4 KiB; the signal comes at fault point `point`, or at the end.
+fn claim_until(usage: &Usage, point: i64, signal: i32) {
+    fault::after(point, signal);
+    hold_first(usage, 4096);
+    // SAFETY: no memory is involved.
+    unsafe { libc::kill(libc::getpid(), signal) };
     wait_for_end_of_input();
 }
 
@@ -281,8 +292,12 @@ impl Worker {
     }
 
     fn wait_for(&mut self, word: &str) {
-        let said = (&mut self.output).lines().map_while(Result::ok).any(|line| line.ends_with(word));
-        assert!(said, "the worker never said {word}");
+        assert!(self.said(word), "the worker never said {word}");
+    }
+
+    /// Whether it says so before it ends.
+    fn said(&mut self, word: &str) -> bool {
+        (&mut self.output).lines().map_while(Result::ok).any(|line| line.ends_with(word))
     }
 
     fn signal(&self, signal: i32) {
@@ -383,6 +398,48 @@ fn drain_at_any_step(task: &str, ends: impl Fn(&mut Worker, &Share)) {
         share.usage.take(me, GPU, 2 * 8192, CEILING).unwrap();
         assert!(share.usage.take(me, GPU, 1, CEILING).is_err());
     }
+}
+
+#[test]
+fn a_kill_at_any_step_of_claiming_a_slot_loses_nothing() {
+    claim_at_any_step("claim-die-at", |worker| _ = worker.child.wait().unwrap(), &[0]);
+}
+
+#[test]
+fn who_stops_at_any_step_of_claiming_a_slot_blocks_nobody() {
+    claim_at_any_step("claim-stop-at", |worker| assert!(worker.wait_until_stopped()), &[8192, 0, 4096]);
+}
+
+/// The slot is that of a process which is dead and held 8 KiB. Those stay where they are while somebody has stopped who is about to
+/// give them back. `ends` waits for the worker.
+fn claim_at_any_step(task: &str, ends: impl Fn(&mut Worker), may_hold: &[u64]) {
+    let mut completed = false;
+    for point in 0..POINTS {
+        let share = Share::new();
+        let me = share.usage.claim().unwrap();
+        share.usage.take(me, GPU, 5 * 512, CEILING).unwrap();
+        let mut dead = share.start("hold", 8192);
+        dead.wait_for("held");
+        drop(dead);
+        let mut worker = share.start(task, point);
+        ends(&mut worker);
+        // Beside whoever is at it: the slot is that one's, or it gets another.
+        let mut next = share.start("hold", 1024);
+        next.wait_for("held");
+        let its = share.usage.used(Some(me), GPU) - 5 * 512 - 1024;
+        assert!(may_hold.contains(&its), "{its} at point {point}");
+        let seen = UsageReader::open(&share.path).unwrap().snapshot().unwrap();
+        let mut held = seen.processes.iter().map(|process| (process.pid, process.bytes[GPU]));
+        assert!(held.any(|held| held == (next.pid(), 1024)), "at point {point}: {seen:?}");
+        worker.child.kill().unwrap();
+        completed |= worker.said("held");
+        drop(worker);
+        share.usage.take(me, GPU, CEILING - 5 * 512 - 1024, CEILING).unwrap();
+        assert!(share.usage.take(me, GPU, 1, CEILING).is_err(), "at point {point}");
+        drop(next);
+        share.usage.take(me, GPU, 1024, CEILING).unwrap();
+    }
+    assert!(completed, "all points were passed");
 }
 
 #[test]
