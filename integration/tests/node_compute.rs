@@ -267,12 +267,12 @@ async fn a_work_conserving_node_divides_idle_time_by_share_low_work_comes_last_a
     let gpu = |pod: &str| status(&node, pod)["gpu"].clone();
     assert!(gpu("one") == gpu("two") && gpu("two") == gpu("low"), "one GPU");
 
-    // Nothing holds it back, so it does not measure itself; the driver does.
+    // As good as all of it: what is queued is bounded, for the others may wake up.
     let alone = spin(&node, low.id("main")).await;
     let rate = |pod: &str| metric(at, "vcuda_share_rate_percent", pod).unwrap_or_default();
     let seen = |pod: &str| metric(at, "vcuda_share_used_percent", pod).unwrap_or_default();
     let whole = node
-        .wait_until("low work has an idle GPU", SETTLED, async || rate("low") == 100.0 && seen("low") > 70.0);
+        .wait_until("low work has an idle GPU", SETTLED, async || rate("low") == 99.9 && seen("low") > 70.0);
     assert!(whole.await.is_ok(), "rate {}, used {}", rate("low"), seen("low"));
 
     // Of the 60 that nobody owns, normal shares get all: two thirds and one third.

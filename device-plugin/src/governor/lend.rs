@@ -32,6 +32,11 @@ pub struct Lent {
     pub rate_permille: u32,
 }
 
+/// The highest rate beside another share that runs, in thousandths. One with all of the time is not held back by its shim, so it
+/// could have as many launches queued as the driver takes, 1,024 in a stream, and all of them would run before an owner had its
+/// own back.
+const MOST_BESIDE_OTHERS: u32 = 999;
+
 /// What is lent to each of the shares of one GPU, in their order.
 ///
 /// 1. Those that are active share what is left; if none is, all that run, so that the first launch does not wait.
@@ -39,6 +44,7 @@ pub struct Lent {
 ///    all others.
 /// 3. With it go the slots that such a rate takes: those of idle owners first, then those of nobody.
 /// 4. What nobody owns is lent in any case, by core: it leaves a share more choice of when, not more time.
+/// 5. Beside another one that runs, at work or not, nobody has quite all of the time.
 pub fn lend(shares: &[Share]) -> Vec<Lent> {
     let mut lent: Vec<Lent> =
         shares.iter().map(|share| Lent { slots: Slots::NONE, rate_permille: share.core * 10 }).collect();
@@ -90,6 +96,9 @@ pub fn lend(shares: &[Share]) -> Vec<Lent> {
     for (from, class) in [(&mut unowned, class), (&mut idle, borrowers)] {
         let caps: Vec<(u32, u32)> = class.iter().map(|at| (shares[*at].core, SLOTS)).collect();
         hand_out(from, &class, &caps, &mut lent);
+    }
+    if shares.iter().filter(|share| share.running).count() > 1 {
+        lent.iter_mut().for_each(|lent| lent.rate_permille = lent.rate_permille.min(MOST_BESIDE_OTHERS));
     }
     lent
 }
@@ -209,7 +218,16 @@ mod tests {
         assert_eq!((lent[0].rate_permille, lent[0].slots.count()), (800, 60));
         // The normal one has nothing to run.
         let lent = lend(&[low(share(20..40, 100, true)), share(0..20, 100, false)]);
-        assert_eq!(lent[0].rate_permille, 1000);
+        assert_eq!(lent[0].rate_permille, 999);
+    }
+
+    #[test]
+    fn nobody_goes_unpaced_beside_one_that_may_wake_up() {
+        let mut shares = [share(0..30, 100, true), share(30..100, 70, false)];
+        assert_eq!((lend(&shares)[0].rate_permille, lend(&shares)[0].slots.count()), (999, 70));
+        // It has ended: its slots are kept for its next start, which takes the governor's tick with it.
+        shares[1].running = false;
+        assert_eq!(lend(&shares)[0].rate_permille, 1000);
     }
 
     trait Grants {

@@ -124,14 +124,14 @@ fn what_is_lent_ends_with_the_governor_and_a_new_one_lends_it_again() {
     let mut node = Node::new(false);
     let (a, b) = (node.bind("a", 30, limit(100)), node.bind("b", 70, Terms::default()));
     node.ticks(5, &[&a]);
-    assert_eq!(node.may(&a).0, 1000);
+    assert_eq!(node.may(&a).0, 999);
     // Killed.
     node.now += 250_000_000;
     assert_eq!(node.may(&a), (300, node.pace(&a).own));
     node.restart();
     // What it saw before it was killed it does not know; the first tick takes nothing for work that was there before.
     node.ticks(3, &[&a]);
-    assert_eq!((node.may(&a).0, node.may(&b).0), (1000, 700));
+    assert_eq!((node.may(&a).0, node.may(&b).0), (999, 700));
 }
 
 #[test]
@@ -283,11 +283,11 @@ fn low_work_yields_idle_time_to_normal_work_with_the_next_tick_and_has_it_back_w
     let low = Terms { priority: ledger::Priority::Low, ..limit(100) };
     let (a, b) = (node.bind("a", 20, low), node.bind("b", 30, limit(100)));
     node.ticks(5, &[&a]);
-    assert_eq!(node.may(&a), (1000, Slots::ALL));
+    assert_eq!(node.may(&a), (999, Slots::ALL));
     node.tick(&[&a, &b]);
     assert_eq!((node.may(&a), node.may(&b).0), ((200, node.pace(&a).own), 800));
     node.ticks(4, &[&a]);
-    assert_eq!(node.may(&a), (1000, Slots::ALL));
+    assert_eq!(node.may(&a), (999, Slots::ALL));
 }
 
 /// A container whose kernels of `kernel_ns` take its whole share of each tick.
@@ -343,7 +343,7 @@ fn nothing_of_idle_owners_is_lent_before_slots_are_as_ever() {
         lent |= node.may(&a).0 > 100;
         assert!(!lent || slot_ms(&node, &a) == 1);
     }
-    assert_eq!(node.may(&a).0, 1000);
+    assert_eq!(node.may(&a).0, 999);
 }
 
 #[test]
