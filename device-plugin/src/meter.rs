@@ -11,6 +11,8 @@ use nvml_wrapper::{Nvml, error::NvmlError};
 use tracing::debug;
 use vcuda_config::GpuUuid;
 
+use crate::governor::monotonic_ns;
+
 /// How often it is read. NVML's own figures are older: a sample covers a sixth of a second to a second.
 pub const TICK: Duration = Duration::from_millis(100);
 
@@ -40,8 +42,8 @@ pub struct Meter(Mutex<State>);
 struct State {
     wanted: BTreeSet<GpuUuid>,
     uses: Vec<Use>,
-    /// Until when it is known of each GPU what has been used.
-    known: BTreeMap<GpuUuid, Instant>,
+    /// Until when it is known of each GPU what has been used, in nanoseconds of CLOCK_MONOTONIC.
+    known: BTreeMap<GpuUuid, u64>,
 }
 
 /// What the NVML thread remembers from one reading to the next.
@@ -51,8 +53,9 @@ pub(crate) struct Readings {
     of_gpu: BTreeMap<GpuUuid, Reading>,
 }
 
+/// What has been read of a GPU.
 #[derive(Debug, Default)]
-struct Reading {
+pub struct Reading {
     /// NVML's time of the newest sample, in microseconds since 1970: the next answer is about the time since then.
     newest: u64,
     /// The same for each process of the last answer.
@@ -73,10 +76,10 @@ impl Meter {
         std::mem::take(&mut self.state().uses)
     }
 
-    /// How old what has been measured of a GPU is, in nanoseconds; the most there can be if nothing has.
-    pub(crate) fn late_ns(&self, gpu: &GpuUuid) -> u64 {
-        let known = self.state().known.get(gpu).copied();
-        known.map_or(u64::MAX, |known| u64::try_from(known.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    /// How old what has been measured of a GPU is at the moment `now_ns` of CLOCK_MONOTONIC, in nanoseconds; the most there can be
+    /// if nothing has.
+    pub(crate) fn late_ns(&self, gpu: &GpuUuid, now_ns: u64) -> u64 {
+        self.state().known.get(gpu).map_or(u64::MAX, |known| now_ns.saturating_sub(*known))
     }
 
     #[cfg(test)]
@@ -115,14 +118,27 @@ impl Meter {
                 }
             };
             let samples = samples.iter().map(|sample| (sample.pid, sample.timestamp, sample.sm_util));
-            let uses = reading.take_in(samples);
-            let known = Instant::now().checked_sub(reading.late(now_us));
-            let mut state = self.state();
-            state.known.extend(known.map(|known| (gpu.clone(), known)));
-            let room = MAX_WAITING.saturating_sub(state.uses.len());
-            let uses = uses.into_iter().take(room);
-            state.uses.extend(uses.map(|(pid, used_ns)| Use { gpu: gpu.clone(), pid, used_ns }));
+            self.take_in(&gpu, reading, now_us, monotonic_ns(), samples);
         }
+    }
+
+    /// Takes in NVML's answer about a GPU's time since [`Reading::since`]: samples, as process, microseconds since 1970 and percent.
+    /// It was asked at `now_us` in microseconds since 1970, which is `now_ns` in nanoseconds of CLOCK_MONOTONIC.
+    pub fn take_in(
+        &self,
+        gpu: &GpuUuid,
+        reading: &mut Reading,
+        now_us: u64,
+        now_ns: u64,
+        samples: impl Iterator<Item = (u32, u64, u32)>,
+    ) {
+        let uses = reading.take_in(samples);
+        let late = u64::try_from(reading.late(now_us).as_nanos()).unwrap_or(u64::MAX);
+        let mut state = self.state();
+        state.known.insert(gpu.clone(), now_ns.saturating_sub(late));
+        let room = MAX_WAITING.saturating_sub(state.uses.len());
+        let uses = uses.into_iter().take(room);
+        state.uses.extend(uses.map(|(pid, used_ns)| Use { gpu: gpu.clone(), pid, used_ns }));
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -133,7 +149,7 @@ impl Meter {
 impl Reading {
     /// From when on to ask at this time. Not further back than a sample can reach: a percentage is told of all the time
     /// since then, and what came before was idle.
-    fn since(&mut self, now_us: u64) -> u64 {
+    pub fn since(&mut self, now_us: u64) -> u64 {
         // The clock may have been set back.
         let since = self.newest.clamp(now_us.saturating_sub(LONGEST_SAMPLE_US), now_us);
         if since != self.newest {
@@ -228,7 +244,7 @@ mod tests {
 
     #[test]
     fn nobody_knows_how_old_the_figures_of_a_gpu_are_that_was_not_read() {
-        assert_eq!(Meter::default().late_ns(&GpuUuid::from_bytes([1; 16])), u64::MAX);
+        assert_eq!(Meter::default().late_ns(&GpuUuid::from_bytes([1; 16]), 7), u64::MAX);
     }
 
     #[test]

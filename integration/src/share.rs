@@ -1,20 +1,35 @@
-//! Measures what compute shares are worth: containers that each launch as fast as they can, on one simulated GPU, with
-//! the shim in its real form in front of them, and what the simulator itself says each of them got in every second.
+//! Measures what compute shares are worth: containers that each launch as fast as they can, on one simulated GPU, and what
+//! the simulator itself says each of them got in every second.
 //!
-//! A container here is what matters to the shim and the governor: a mount namespace with its own `limits` and `usage`,
-//! a cgroup with its ID, and processes in both. Its share is bound by the real ledger, and the governor is the device
-//! plugin's own, run in this process. No runtime is needed for that, and no kubelet.
+//! By the machine's clock the shim in its real form is in front of them. A container there is what matters to the shim and the
+//! governor: a mount namespace with its own `limits` and `usage`, a cgroup with its ID, and processes in both. Its share is
+//! bound by the real ledger, and the governor is the device plugin's own, run in this process. No runtime is needed for
+//! that, and no kubelet. In virtual time the same containers are played, see `virtual_time`.
 
 mod machine;
+mod node;
+#[cfg(test)]
+mod tests;
+mod virtual_time;
 
 use std::{fs, path::PathBuf, thread, time::Duration};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use ledger::{Priority, Terms};
 use serde::Serialize;
 
 use machine::Bench;
+use virtual_time::Virtual;
+
+/// Until all containers launch, before the first window.
+const WARM_UP: Duration = Duration::from_millis(1500);
+
+/// Until the governor has seen enough to tell what of the containers' time was their neighbours'.
+const SETTLE: Duration = Duration::from_secs(9);
+
+/// About how long it takes to start containers and to end them.
+const STARTS: Duration = Duration::from_millis(500);
 
 /// Windows where a kernel fills a good part of one.
 const LONG_WINDOWS: usize = 16;
@@ -25,9 +40,10 @@ const GIVE_BACKS: usize = 5;
 /// Measures shares of a simulated GPU's time over windows of one second.
 #[derive(Args)]
 pub struct Arguments {
-    /// Windows of one second for each line of the table; for kernels of 200 ms at least 16.
-    #[arg(long, default_value_t = 4)]
-    windows: usize,
+    /// Windows of one second for each line of the table, in virtual time 20 where this is not given, else 4; for kernels
+    /// of 200 ms at least 16.
+    #[arg(long)]
+    windows: Option<usize>,
     /// Only kinds of work whose name contains this: "5 us", "100 us", "5 ms", "200 ms", "mix", "graph of 200",
     /// "sync each", "16 streams"; "attack: 64 processes", "attack: ignores errors", "attack: process a launch";
     /// "give back", "give back, low".
@@ -39,6 +55,10 @@ pub struct Arguments {
     /// Only these shares, such as 30/70: no attacks, nothing given back.
     #[arg(long, value_name = "SHARES")]
     shares: Option<String>,
+    /// By which clock: the machine's, on which the shim and all processes run, or none, in which only what decides runs:
+    /// the same every time, however busy the machine is.
+    #[arg(long, value_enum, default_value = "machine")]
+    clock: Clock,
     /// With the governor, without it, or one after the other.
     #[arg(long, value_enum, default_value = "both")]
     governor: Governed,
@@ -62,6 +82,69 @@ enum Output {
     Json,
 }
 
+/// What time is measured by.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Clock {
+    /// The machine's.
+    Machine,
+    /// Virtual time.
+    Virtual,
+}
+
+/// Where containers are measured.
+trait Machine {
+    /// The shim, where the real one is in front of the containers.
+    fn shim(&self) -> Option<PathBuf>;
+
+    /// Runs containers at once, each with a share of so many percent or with the bare driver, and gives what each got of the GPU
+    /// in every window, in percent.
+    fn measure(
+        &mut self,
+        all: &[(&'static Work, Option<u32>)],
+        windows: usize,
+        governed: bool,
+    ) -> Result<Vec<Vec<f64>>>;
+
+    /// A share of 30 borrows the time of one of 70, which then begins to launch: milliseconds from then on until the
+    /// borrower uses no more than its share for good.
+    fn give_back(&mut self, work: &'static Work, terms: Terms) -> Result<f64>;
+}
+
+/// How long a borrower and an owner are watched, in nanoseconds.
+const WATCHED_NS: u64 = 1_500_000_000;
+
+/// From so many looks at the time, and what the borrower has had of the GPU by then, in nanoseconds: how long after the first look
+/// it began to use no more than its share of 30, in milliseconds.
+fn given_back(looks: &[(u64, u64)]) -> Result<f64> {
+    /// What a share of 30 may use at once, as it has whole slots: 0.3 * 0.7 of a period, and a kernel or two.
+    const AT_ONCE_NS: u64 = 23_000_000;
+    let keeps = |from: usize| {
+        let (at, had) = looks[from];
+        let more = |look: &(u64, u64)| look.1.saturating_sub(had) > (look.0 - at) * 3 / 10 + AT_ONCE_NS;
+        !looks[from..].iter().any(more)
+    };
+    let given = (0..looks.len()).find(|from| keeps(*from)).context("what was lent was not given back")?;
+    Ok((looks[given].0 - looks[0].0) as f64 / 1e6)
+}
+
+/// Whether a borrower has what an idle GPU has to lend.
+fn ensure_lent(percent: u64) -> Result<()> {
+    ensure!(percent > 60, "the borrower got {percent} % of an idle GPU");
+    Ok(())
+}
+
+/// How long so many containers run before the first window.
+fn settles(containers: usize, governed: bool) -> Duration {
+    if governed && containers > 1 { SETTLE } else { WARM_UP }
+}
+
+/// About how long a measurement takes by the machine's clock.
+fn takes(containers: usize, windows: usize, governed: bool) -> Duration {
+    let seconds = Duration::from_secs(windows.try_into().unwrap_or(u64::MAX));
+    settles(containers, governed) + seconds + STARTS
+}
+
 /// Whether the governor runs.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Governed {
@@ -80,23 +163,85 @@ impl Governed {
     }
 }
 
-/// What a container does.
+/// What a container does: it launches as fast as it can.
 struct Work {
     name: &'static str,
-    arguments: &'static [&'static str],
-    /// Microseconds of the longest thing that, once launched, runs to its end.
-    longest_us: f64,
+    /// Microseconds of its kernels, which it launches by turns.
+    kernels_us: &'static [u64],
+    pattern: Pattern,
+    streams: usize,
+    processes: usize,
+    /// Launches after which a process ends and another one begins.
+    launches_a_process: Option<u64>,
+    ignores_errors: bool,
 }
 
-const WORK: [Work; 8] = [
-    Work { name: "5 us", arguments: &["--kernel-us", "5"], longest_us: 5.0 },
-    Work { name: "100 us", arguments: &["--kernel-us", "100"], longest_us: 100.0 },
-    Work { name: "5 ms", arguments: &["--kernel-us", "5000"], longest_us: 5000.0 },
-    Work { name: "200 ms", arguments: &["--kernel-us", "200000"], longest_us: 200_000.0 },
-    Work { name: "mix", arguments: &["--kernel-us", "5,100,2000"], longest_us: 2000.0 },
-    Work { name: "graph of 200", arguments: &["--kernel-us", "5", "--pattern", "graph"], longest_us: 1000.0 },
-    Work { name: "sync each", arguments: &["--kernel-us", "100", "--pattern", "sync"], longest_us: 100.0 },
-    Work { name: "16 streams", arguments: &["--kernel-us", "100", "--streams", "16"], longest_us: 100.0 },
+/// How it launches.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pattern {
+    /// Without waiting.
+    Queue,
+    /// It waits after each launch.
+    Sync,
+    /// Graphs of [`NODES`] kernels.
+    Graph,
+}
+
+/// Kernels of a graph.
+const NODES: u64 = 200;
+
+impl Work {
+    const fn of(name: &'static str, kernels_us: &'static [u64]) -> Self {
+        Self {
+            name,
+            kernels_us,
+            pattern: Pattern::Queue,
+            streams: 1,
+            processes: 1,
+            launches_a_process: None,
+            ignores_errors: false,
+        }
+    }
+
+    /// How `cuda-probe spin` is told of it.
+    fn arguments(&self) -> Vec<String> {
+        let kernels: Vec<_> = self.kernels_us.iter().map(u64::to_string).collect();
+        let pattern = match self.pattern {
+            Pattern::Queue => "queue",
+            Pattern::Sync => "sync",
+            Pattern::Graph => "graph",
+        };
+        let [streams, processes] = [self.streams, self.processes].map(|count| count.to_string());
+        let mut all = vec!["--kernel-us", &kernels.join(","), "--pattern", pattern]
+            .into_iter()
+            .chain(["--streams", &streams, "--processes", &processes])
+            .map(str::to_owned)
+            .collect::<Vec<_>>();
+        if let Some(launches) = self.launches_a_process {
+            all.extend(["--launches-a-process".into(), launches.to_string()]);
+        }
+        if self.ignores_errors {
+            all.push("--ignore-errors".into());
+        }
+        all
+    }
+
+    /// Microseconds of the longest thing that, once launched, runs to its end.
+    fn longest_us(&self) -> f64 {
+        let longest = self.kernels_us.iter().copied().max().unwrap_or(0);
+        (longest * if self.pattern == Pattern::Graph { NODES } else { 1 }) as f64
+    }
+}
+
+static WORK: [Work; 8] = [
+    Work::of("5 us", &[5]),
+    Work::of("100 us", &[100]),
+    Work::of("5 ms", &[5_000]),
+    Work::of("200 ms", &[200_000]),
+    Work::of("mix", &[5, 100, 2_000]),
+    Work { pattern: Pattern::Graph, ..Work::of("graph of 200", &[5]) },
+    Work { pattern: Pattern::Sync, ..Work::of("sync each", &[100]) },
+    Work { streams: 16, ..Work::of("16 streams", &[100]) },
 ];
 
 /// Shares of one GPU, in percent.
@@ -113,22 +258,10 @@ const SHARES: [&[u32]; 9] = [
 ];
 
 /// Ways to want more than one's share, beside a fair neighbour of 70.
-const ATTACKS: [Work; 3] = [
-    Work {
-        name: "attack: 64 processes",
-        arguments: &["--kernel-us", "100", "--processes", "64"],
-        longest_us: 100.0,
-    },
-    Work {
-        name: "attack: ignores errors",
-        arguments: &["--kernel-us", "100", "--streams", "8", "--ignore-errors"],
-        longest_us: 100.0,
-    },
-    Work {
-        name: "attack: process a launch",
-        arguments: &["--kernel-us", "1000", "--launches-a-process", "1"],
-        longest_us: 1000.0,
-    },
+static ATTACKS: [Work; 3] = [
+    Work { processes: 64, ..Work::of("attack: 64 processes", &[100]) },
+    Work { streams: 8, ignores_errors: true, ..Work::of("attack: ignores errors", &[100]) },
+    Work { launches_a_process: Some(1), ..Work::of("attack: process a launch", &[1_000]) },
 ];
 
 /// What one container got.
@@ -183,7 +316,9 @@ const NEARLY_ALL: u32 = 99;
 /// The table.
 #[derive(Serialize)]
 struct Table {
-    shim: String,
+    clock: Clock,
+    /// None in virtual time.
+    shim: Option<PathBuf>,
     windows: usize,
     cpus: usize,
     /// What each kind of work gets of the GPU alone.
@@ -201,6 +336,11 @@ has its own slots and nothing lent. `ideal` is the asked share of what the work 
 can be off because the longest kernel or graph, once launched, runs to its end. `lost` is the throughput lost to pacing, in
 percent of the ideal. With the governor and neighbours, measuring begins after nine seconds.";
 
+/// What more is assumed in virtual time.
+const PLAYED: &str = "\
+virtual time: programs, their calls and the driver are played; what decides in shim and governor, the shares' files and the
+simulated GPU are real. A launch takes 3 us of the host, a mark 1; nobody waits for a processor.";
+
 /// What is borrowed and given back: the borrower's terms.
 fn borrowers() -> [(&'static str, Terms); 2] {
     let terms = |priority| Terms { core_limit: Some(100), priority };
@@ -209,7 +349,11 @@ fn borrowers() -> [(&'static str, Terms); 2] {
 
 /// Measures everything, and prints it.
 pub fn run(arguments: &Arguments) -> Result<()> {
-    let least = if arguments.quick { arguments.windows.min(3) } else { arguments.windows };
+    let windows = arguments.windows.unwrap_or(match arguments.clock {
+        Clock::Machine => 4,
+        Clock::Virtual => 20,
+    });
+    let least = if arguments.quick { windows.min(3) } else { windows };
     ensure!(least > 0, "at least one window");
     let quiet = arguments.json || arguments.output == Output::Json;
     let wanted = |name: &str| arguments.wants(name);
@@ -217,9 +361,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let borrowers = borrowers();
     let mut names = WORK.iter().chain(&ATTACKS).map(|work| work.name).chain(borrowers.iter().map(|of| of.0));
     ensure!(names.any(wanted), "no such work; `--help` lists them");
-    let mut bench = Bench::new()?;
+    let mut machine = None;
+    let mut played = Virtual::default();
+    let bench: &mut dyn Machine = match arguments.clock {
+        Clock::Machine => machine.insert(Bench::new()?),
+        Clock::Virtual => &mut played,
+    };
     let mut table = Table {
-        shim: bench.shim.display().to_string(),
+        clock: arguments.clock,
+        shim: bench.shim(),
         windows: least,
         cpus: thread::available_parallelism().map_or(1, usize::from),
         alone: vec![],
@@ -227,11 +377,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         given_back: vec![],
     };
     let (lines, time) = expected(arguments, least);
-    say(quiet, &format!("{ASSUMPTIONS}\nshim {}, {} CPUs", table.shim, table.cpus));
-    say(
-        quiet,
-        &format!("About {} minutes, until {} lines are measured.\n", time.as_secs().div_ceil(60), lines),
-    );
+    say(quiet, ASSUMPTIONS);
+    if let Some(shim) = &table.shim {
+        say(quiet, &format!("shim {}, {} CPUs", shim.display(), table.cpus));
+        let minutes = time.as_secs().div_ceil(60);
+        say(quiet, &format!("About {minutes} minutes, until {lines} lines are measured.\n"));
+    } else {
+        say(quiet, &format!("{PLAYED}\n{lines} lines.\n"));
+    }
     say(
         quiet,
         &format!(
@@ -241,7 +394,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     );
     for work in WORK.iter().filter(|work| wanted(work.name)) {
         let windows = work.windows(least);
-        let alone = alone(&mut bench, work, least.min(3))?;
+        let alone = alone(bench, work, least.min(3))?;
         table.alone.push(alone.clone());
         for shares in SHARES {
             let named = named(shares);
@@ -258,11 +411,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         }
     }
     let fair = &WORK[1];
-    let attacks: Vec<&Work> = ATTACKS.iter().filter(|work| wanted(work.name)).collect();
+    let attacks: Vec<&'static Work> = ATTACKS.iter().filter(|work| wanted(work.name)).collect();
     if !attacks.is_empty() && arguments.shares.is_none() {
-        let neighbour = alone(&mut bench, fair, 2)?;
+        let neighbour = alone(bench, fair, 2)?;
         for attack in attacks {
-            let attacker = alone(&mut bench, attack, 2)?;
+            let attacker = alone(bench, attack, 2)?;
             table.alone.push(attacker.clone());
             for governor in arguments.governor.all() {
                 let both = [(attack, Some(30)), (fair, Some(70))];
@@ -305,7 +458,7 @@ impl Arguments {
 
 impl Work {
     fn windows(&self, least: usize) -> usize {
-        if self.longest_us >= 100_000.0 { least.max(LONG_WINDOWS) } else { least }
+        if self.longest_us() >= 100_000.0 { least.max(LONG_WINDOWS) } else { least }
     }
 }
 
@@ -318,7 +471,7 @@ fn expected(arguments: &Arguments, least: usize) -> (usize, Duration) {
     let (mut lines, mut time) = (0, Duration::ZERO);
     let mut add = |work: &Work, containers: usize, windows: usize, governor: Option<bool>| {
         lines += usize::from(governor.is_some());
-        time += machine::takes(containers, work.windows(windows), governor == Some(true));
+        time += takes(containers, work.windows(windows), governor == Some(true));
     };
     for work in WORK.iter().filter(|work| arguments.wants(work.name)) {
         add(work, 1, 1, None);
@@ -338,7 +491,7 @@ fn expected(arguments: &Arguments, least: usize) -> (usize, Duration) {
 }
 
 /// What work gets of the GPU alone.
-fn alone(bench: &mut Bench, work: &Work, windows: usize) -> Result<Alone> {
+fn alone(bench: &mut dyn Machine, work: &'static Work, windows: usize) -> Result<Alone> {
     Ok(Alone {
         work: work.name,
         unpaced_percent: mean(&bench.measure(&[(work, None)], windows, false)?[0]),
@@ -393,7 +546,7 @@ fn line(of: &Of<'_>, alone: &[&Alone], all: Vec<Vec<f64>>, quiet: bool) -> Line 
         work: work.name.into(),
         shares: named.into(),
         governor,
-        physics_percent: work.longest_us / 10_000.0,
+        physics_percent: work.longest_us() / 10_000.0,
         containers,
     };
     for (at, got) in line.containers.iter().enumerate() {

@@ -187,7 +187,7 @@ impl Governor {
         for (name, share) in &mut self.shares {
             let driver = |gpu: &GpuUuid| {
                 let used_ns = used.get(&(name.clone(), gpu.clone())).copied().unwrap_or(0);
-                (used_ns, self.meter.late_ns(gpu))
+                (used_ns, self.meter.late_ns(gpu, now_ns))
             };
             share.read(now_ns, passed_ns, driver);
         }

@@ -4,12 +4,13 @@
 //! scale; where it lies is bounded by every mark that is looked at: no mark is passed before it is put, or after it is
 //! seen passed. On an idle GPU a mark is passed as soon as it is put, so the lower bound is soon right to microseconds.
 
+use pacing::{Batch, Mark, Marks};
+
 use crate::{
     cuda::{
         types::{CUDA_SUCCESS, Context, Result, Stream},
         with_current,
     },
-    pace::gate::{Batch, Mark, Marks},
     real::driver,
     share::CU_STREAM_PER_THREAD,
 };

@@ -1,4 +1,4 @@
-//! Pacing: every launch comes by here, is counted, and waits for its turn. What decides is in `gate` and in `region`;
+//! Pacing: every launch comes by here, is counted, and waits for its turn. What decides is in `pacing` and in `region`;
 //! here is what asks it, sleeps, and puts marks into the application's streams.
 //!
 //! No thread, no signal, no allocation. Nothing is held while the driver launches or a mark is put, both of which may
@@ -6,9 +6,6 @@
 //! graph is launched.
 
 mod events;
-mod gate;
-#[cfg(test)]
-mod tests;
 
 use std::{
     ffi::c_int,
@@ -18,6 +15,8 @@ use std::{
     },
 };
 
+pub(crate) use pacing::Lane;
+use pacing::{Answer, Around, Batch, Gate, Launch};
 use region::{MAX_GPUS, Process, Terms, Usage};
 
 use crate::{
@@ -28,8 +27,6 @@ use crate::{
     share::{CU_STREAM_PER_THREAD, Share, share},
 };
 use events::Clocks;
-pub(crate) use gate::Lane;
-use gate::{Answer, Around, Batch, Gate, Launch};
 
 /// Longest sleep: `limits` may change meanwhile.
 const LONGEST_SLEEP_NS: u64 = 10_000_000;

@@ -14,7 +14,7 @@ use std::{
 
 use sim_gpud::{
     state::{GpuTurns, now},
-    time::{Point, QUEUE, Timeline, timeline::Reached},
+    time::{Point, QUEUE, TURN_NS, Timeline, timeline::Reached},
 };
 
 use crate::{
@@ -43,9 +43,6 @@ struct Known {
     stream: usize,
     lane: Lane,
 }
-
-/// GPU time that an event takes where its process does not have the GPU: the time comes from the GPU, so its turn must.
-const TURN_NS: u64 = 1;
 
 /// What the process does on one GPU.
 #[derive(Default)]

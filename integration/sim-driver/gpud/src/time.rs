@@ -19,3 +19,6 @@ pub use self::{
 /// Launches that a stream takes before the launching thread must wait (seen with drivers from 418 to 550: 1024 launches
 /// of a stream are pending at most).
 pub const QUEUE: usize = 1024;
+
+/// GPU time that an event takes where its process does not have the GPU: the time comes from the GPU, so its turn must.
+pub const TURN_NS: u64 = 1;

@@ -9,7 +9,7 @@ use std::{
 
 use sim_gpud::{
     state::{GpuTurns, now},
-    time::turns::SAMPLE,
+    time::turns::{SAMPLE, percent},
     wire::request,
 };
 
@@ -95,11 +95,6 @@ fn newer(turns: &GpuTurns, since: u64) -> Range<u64> {
     // What was told as the time of a sample is found again within the clocks' difference.
     let first = all.clone().find(|number| end_of(*number) > since + SAMPLE / 2000);
     first.unwrap_or(all.end)..all.end
-}
-
-fn percent(busy: u64, samples: u64) -> u32 {
-    let all = (samples * SAMPLE).max(1);
-    u32::try_from((busy * 100 + all / 2) / all).unwrap_or(100).min(100)
 }
 
 /// Processes that were busy after a time: their PIDs, and their shares in percent; and the end of the last sample.

@@ -1,15 +1,19 @@
-//! A whole GPU in virtual time: what processes submit, and when it is done. For tests that step the time; the driver uses
-//! the same two parts with the machine's clock.
+//! A whole GPU in virtual time: what processes submit, and when it is done. For tests and benches that step the time; the
+//! driver uses the same two parts with the machine's clock.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::Range,
+};
 
 use super::{
+    TURN_NS,
     timeline::{Point, Reached, Timeline},
-    turns::{Settings, Turns},
+    turns::{Settings, Stretch, Turns},
 };
 
 /// Processes of an engine.
-const PROCESSES: usize = 64;
+pub const PROCESSES: usize = 128;
 
 /// Something that was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,6 +28,25 @@ struct Process {
     timeline: Timeline,
     streams: HashMap<u64, usize>,
     seen: u64,
+}
+
+impl Process {
+    /// Goes through the times that the process had, and notes what was done when.
+    fn collect(&mut self, now: u64, stretches: &[Stretch], done: &mut HashMap<u64, u64>) {
+        for (reached, _) in self.timeline.take_reached() {
+            if let Reached::Mark(token) = reached {
+                done.insert(token, now);
+            }
+        }
+        for stretch in stretches {
+            self.timeline.advance(stretch.after);
+            for (reached, at) in self.timeline.take_reached() {
+                if let Reached::Mark(token) = reached {
+                    done.insert(token, stretch.when(at));
+                }
+            }
+        }
+    }
 }
 
 /// A GPU, its processes and the time.
@@ -50,7 +73,7 @@ impl Engine {
         self.turns.now()
     }
 
-    /// Gives a stream of a process (0 to 63) a kernel that takes `duration` nanoseconds of the whole GPU. `now` is not
+    /// Gives a stream of a process (below [`PROCESSES`]) a kernel that takes `duration` nanoseconds of the whole GPU. `now` is not
     /// before the present time. With a duration of 0 it is an event: it only marks its place in the stream.
     pub fn submit(&mut self, process: usize, stream: u64, duration: u64, now: u64) -> Work {
         self.submit_after(process, stream, duration, &[], now)
@@ -65,25 +88,79 @@ impl Engine {
         after: &[Work],
         now: u64,
     ) -> Work {
-        assert!(process < PROCESSES, "process {process}: an engine has {PROCESSES}");
-        self.advance(now);
+        let after = after.iter().filter(|work| work.process == process).map(|work| work.point).collect();
         self.next += 1;
         let token = self.next;
+        let point = self.give(process, stream, now, |timeline, stream, _| {
+            timeline.work(stream, duration, after);
+            timeline.mark(stream, token, vec![])
+        });
+        Work { process, point, token }
+    }
+
+    /// The same for a kernel of which nobody asks when it is done.
+    pub fn launch(&mut self, process: usize, stream: u64, duration: u64, now: u64) {
+        self.give(process, stream, now, |timeline, stream, _| timeline.work(stream, duration, vec![]));
+    }
+
+    /// Records an event, as the driver does: in a stream that has nothing to do it waits for its process's turn, where another
+    /// one has the GPU.
+    pub fn record(&mut self, process: usize, stream: u64, now: u64) -> Work {
+        self.next += 1;
+        let token = self.next;
+        let point = self.give(process, stream, now, |timeline, stream, away| {
+            if away && timeline.pending(stream) == 0 {
+                timeline.work(stream, TURN_NS, vec![]);
+            }
+            timeline.mark(stream, token, vec![])
+        });
+        Work { process, point, token }
+    }
+
+    /// Gives a process's stream something, with word of whether another process has the GPU.
+    fn give(
+        &mut self,
+        process: usize,
+        stream: u64,
+        now: u64,
+        what: impl FnOnce(&mut Timeline, usize, bool) -> Point,
+    ) -> Point {
+        assert!(process < PROCESSES, "process {process}: an engine has {PROCESSES}");
+        self.advance(now);
+        let away = self.turns.has_it().is_some_and(|holder| holder != process);
         let own = self.processes.entry(process).or_default();
         let timeline = &mut own.timeline;
         let stream = *own.streams.entry(stream).or_insert_with(|| timeline.open());
-        let after = after.iter().filter(|work| work.process == process).map(|work| work.point).collect();
-        timeline.work(stream, duration, after);
-        let point = timeline.mark(stream, token, vec![]);
+        let point = what(timeline, stream, away);
         self.turns.want(process, timeline.now() + timeline.runnable());
         // What takes no time may be done already.
-        self.collect(process, &[]);
-        Work { process, point, token }
+        own.collect(self.turns.now(), &[], &mut self.done);
+        point
     }
 
     /// When work was done; none while it is not, and for work of a process that ended before.
     pub fn done(&self, work: Work) -> Option<u64> {
         self.done.get(&work.token).copied()
+    }
+
+    /// Nobody will ask for this work again, which is done.
+    pub fn forget(&mut self, work: Work) {
+        self.done.remove(&work.token);
+    }
+
+    /// Whether a process has anything to do.
+    pub fn is_busy(&self, process: usize) -> bool {
+        self.processes.get(&process).is_some_and(|own| !own.timeline.is_idle())
+    }
+
+    /// Numbers of the samples of utilization that are over and kept, as NVML tells them.
+    pub fn samples(&self) -> Range<u64> {
+        self.turns.samples()
+    }
+
+    /// Nanoseconds of a sample in which a process had the GPU.
+    pub fn sample(&self, process: usize, number: u64) -> u64 {
+        self.turns.sample(Some(process), number)
     }
 
     /// Work that a stream has to do; where this is `QUEUE`, a launch would have to wait.
@@ -115,33 +192,15 @@ impl Engine {
         while self.now() < to {
             let stop = self.turns.next_stop().map_or(to, |stop| stop.clamp(self.now() + 1, to));
             self.turns.advance(stop);
-            let processes: Vec<usize> = self.processes.keys().copied().collect();
-            for process in processes {
-                let seen = self.processes.get(&process).map_or(0, |own| own.seen);
-                let (stretches, logged) = self.turns.stretches(process, seen.saturating_sub(1));
+            for (process, own) in &mut self.processes {
+                // It has had nothing since.
+                if self.turns.had(*process) == own.timeline.now() {
+                    continue;
+                }
+                let (stretches, logged) = self.turns.stretches(*process, own.seen.saturating_sub(1));
                 let stretches: Vec<_> = stretches.collect();
-                if let Some(own) = self.processes.get_mut(&process) {
-                    own.seen = logged;
-                }
-                self.collect(process, &stretches);
-            }
-        }
-    }
-
-    fn collect(&mut self, process: usize, stretches: &[super::turns::Stretch]) {
-        let Some(own) = self.processes.get_mut(&process) else { return };
-        let now = self.turns.now();
-        for (reached, _) in own.timeline.take_reached() {
-            if let Reached::Mark(token) = reached {
-                self.done.insert(token, now);
-            }
-        }
-        for stretch in stretches {
-            own.timeline.advance(stretch.after);
-            for (reached, at) in own.timeline.take_reached() {
-                if let Reached::Mark(token) = reached {
-                    self.done.insert(token, stretch.when(at));
-                }
+                own.seen = logged;
+                own.collect(self.turns.now(), &stretches, &mut self.done);
             }
         }
     }

@@ -6,6 +6,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 /// Nanoseconds of a sample of utilization (NVML samples six times a second).
 pub const SAMPLE: u64 = 166_666_667;
 
+/// Busy nanoseconds of so many samples as NVML tells them, in whole percent.
+pub fn percent(busy: u64, samples: u64) -> u32 {
+    let all = (samples * SAMPLE).max(1);
+    u32::try_from((busy * 100 + all / 2) / all).unwrap_or(100).min(100)
+}
+
 /// Samples that are kept.
 const SAMPLES: usize = 8;
 

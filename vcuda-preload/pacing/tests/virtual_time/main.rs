@@ -1,5 +1,8 @@
 //! Whole containers in virtual time: the gate and the budget as they are shipped, on a GPU of a few lines.
 
+#![forbid(unsafe_code)]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod machine;
 
 use region::{Pace, Slots};

@@ -9,7 +9,7 @@ use region::{
 };
 use tempfile::TempDir;
 
-use crate::pace::gate::{Answer, Around, Gate, Lane, Launch, Mark, Marks};
+use pacing::{Answer, Around, Gate, Lane, Launch, Mark, Marks};
 
 pub(super) const US: u64 = 1_000;
 pub(super) const MS: u64 = 1_000_000;
@@ -256,7 +256,7 @@ impl World {
             self.threads.push(Thread {
                 process,
                 load: load.clone(),
-                gate: Gate::new(),
+                gate: Gate::default(),
                 slot,
                 ready: self.gpu.now + number as u64 * US,
                 launched: 0,

@@ -7,10 +7,12 @@
 //! own. Where launches come one by one, so do batches: a mark that is only made at the next launch would count the
 //! time in between.
 
+#![forbid(unsafe_code)]
+
 use region::{Budget, SLOT_NS, Terms};
 
 /// Batches under way at a time, in one process on one GPU.
-pub(crate) const BATCHES: usize = 64;
+pub const BATCHES: usize = 64;
 
 /// Work that may be queued, in nanoseconds of GPU time, where two kernels are not longer.
 const QUEUED_NS: u64 = 2 * SLOT_NS;
@@ -48,7 +50,7 @@ const FUNCTIONS: usize = 512;
 
 /// A mark that was put into a stream, if `event` is not 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Mark {
+pub struct Mark {
     /// What the driver knows it by.
     pub event: u64,
     /// CLOCK_MONOTONIC in nanoseconds right before it was put there; 0 if it was not.
@@ -56,7 +58,7 @@ pub(crate) struct Mark {
 }
 
 /// What becomes of marks.
-pub(crate) trait Marks {
+pub trait Marks {
     /// CLOCK_MONOTONIC in nanoseconds at which work in the stream passed the mark; none if it had not at the moment
     /// `now_ns`, or not when it was looked at, which may be later.
     fn passed(&mut self, context: u64, mark: &mut Mark, now_ns: u64) -> Option<u64>;
@@ -65,8 +67,10 @@ pub(crate) trait Marks {
 /// Where work is done in order: a stream of a context, and where the stream has a different meaning in each thread, a
 /// thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Lane {
+pub struct Lane {
+    /// The stream's context.
     pub context: u64,
+    /// The stream.
     pub stream: u64,
     /// 0 for a stream that all threads mean.
     pub thread: u64,
@@ -88,14 +92,17 @@ enum Stage {
 
 /// All zero is a free one.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Batch {
+pub struct Batch {
     stage: Stage,
     /// Number of the batch before it in its lane, plus one, while that is under way.
     after: u8,
+    /// Where its work is.
     pub lane: Lane,
     /// Context that the marks' events belong to, if there are any.
     pub events_of: u64,
+    /// Before its first launch, where it does not follow a batch that is under way.
     pub start: Mark,
+    /// Behind its last launch.
     pub end: Mark,
     /// When it began; 0 while that is not known.
     begun_ns: u64,
@@ -139,7 +146,8 @@ struct Beyond {
 
 /// A launch that wants to go.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Launch {
+pub struct Launch {
+    /// Where.
     pub lane: Lane,
     /// What is launched: a function, or a graph.
     pub function: u64,
@@ -148,10 +156,14 @@ pub(crate) struct Launch {
 }
 
 /// What holds around a question.
-pub(crate) struct Around<'a, M, O> {
+pub struct Around<'a, M, O> {
+    /// CLOCK_MONOTONIC in nanoseconds.
     pub now_ns: u64,
+    /// What holds for the container.
     pub terms: &'a Terms,
+    /// The container's.
     pub budget: Budget<'a>,
+    /// What became of the process's marks.
     pub marks: &'a mut M,
     /// Since when other processes of the container have work under way.
     pub others: O,
@@ -159,9 +171,18 @@ pub(crate) struct Around<'a, M, O> {
 
 /// An answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub enum Answer {
     /// Launch, and say so by [`Gate::launched`]; before that mark the start of the batch, if it `starts`.
-    Go { batch: usize, starts: bool, taken: u64, known: bool },
+    Go {
+        /// Number of its batch.
+        batch: usize,
+        /// It is the first of that, and no other is under way before it.
+        starts: bool,
+        /// What was taken from the budget for it.
+        taken: u64,
+        /// Whether its function has been measured.
+        known: bool,
+    },
     /// Launch; there is no telling what it takes.
     GoUnmeasured,
     /// Mark the end of this batch, say so by [`Gate::closed`], and ask again.
@@ -171,7 +192,7 @@ pub(crate) enum Answer {
 }
 
 /// What a process knows of its work on one GPU. All zero at first.
-pub(crate) struct Gate {
+pub struct Gate {
     batches: [Batch; BATCHES],
     functions: [Function; FUNCTIONS],
     /// Batches that were ever used: the first so many.
@@ -189,9 +210,9 @@ pub(crate) struct Gate {
     pub reaped_ns: u64,
 }
 
-impl Gate {
-    #[cfg(test)]
-    pub fn new() -> Self {
+impl Default for Gate {
+    /// One that has seen nothing.
+    fn default() -> Self {
         Self {
             batches: [Batch::default(); BATCHES],
             functions: [Function::default(); FUNCTIONS],
@@ -204,7 +225,9 @@ impl Gate {
             reaped_ns: 0,
         }
     }
+}
 
+impl Gate {
     /// Whether any work may be under way.
     pub fn is_active(&self) -> bool {
         self.active > 0
@@ -642,17 +665,17 @@ mod tests {
 
     #[test]
     fn what_others_may_have_counted_is_no_first_measure() {
-        let mut gate = Gate::new();
+        let mut gate = Gate::default();
         assert_eq!(learnt(0, true, &mut gate), UNKNOWN_NS, "as long as before it was measured");
         // And no more than a little of what comes next, which may be the sum of several.
         let next = learnt(640_000, true, &mut gate);
         assert_eq!(next, UNKNOWN_NS - UNKNOWN_NS / 64 + 10_000);
         assert_eq!(
-            learnt(2_500_000, true, &mut Gate::new()),
+            learnt(2_500_000, true, &mut Gate::default()),
             2_500_000,
             "at least what it has measured itself"
         );
-        assert_eq!(learnt(7_000, false, &mut Gate::new()), 7_000, "alone it is all its own");
+        assert_eq!(learnt(7_000, false, &mut Gate::default()), 7_000, "alone it is all its own");
     }
 
     /// What was measured first is 2 ms; then a launch lasts so long, so much of it within slots of ten in a row.
@@ -664,7 +687,7 @@ mod tests {
             counted_ns: ns,
             ..Batch::default()
         };
-        let mut gate = Gate::new();
+        let mut gate = Gate::default();
         gate.learn(&batch(2_000_000), 3_000_000, false, None);
         gate.learn(&batch(ns), 1_000_000 + ns, false, Some(Beyond { within_ns, row_ns }));
         gate.function(8).unwrap().ns
