@@ -91,6 +91,27 @@ fn a_program_that_resolves_as_a_runtime_does_is_held_as_well() {
     assert_eq!(model.passed(), 0);
 }
 
+/// A copy of the shim, with maps of its own, has the driver's copy behind it and the process's slot.
+#[test]
+fn another_namespace_of_the_loader_is_under_the_same_ceiling() {
+    let Some(model) = model() else { return };
+    let mut session = model.ready();
+    let here = session.must(&format!("alloc {}", 600 * MIB));
+    assert_eq!(session.call(&format!("elsewhere {}", 425 * MIB)).0, OUT_OF_MEMORY);
+    let there = session.must(&format!("elsewhere {}", 424 * MIB));
+    exact(&model, &mut session, CEILING);
+    assert_eq!(session.call("elsewhere"), (0, 0, CEILING));
+    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
+    session.must(&format!("free {here}"));
+    exact(&model, &mut session, 424 * MIB);
+    session.must(&format!("elsewhere 0 {there}"));
+    exact(&model, &mut session, 0);
+    session.must(&format!("elsewhere {CEILING}"));
+    assert_eq!(model.passed(), 0);
+    session.kill();
+    assert_eq!((model.held(0), model.accounted(0)), (0, 0));
+}
+
 #[test]
 fn a_refusal_is_said_on_stderr_only_if_asked() {
     let Some(model) = model() else { return };
