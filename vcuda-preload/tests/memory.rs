@@ -1904,16 +1904,29 @@ fn neighbours_are_not_seen() {
 #[test]
 fn ceilings_are_found_by_uuid_whatever_the_order_of_devices() {
     let Some(model) = model() else { return };
-    let mut session = Session::of(model.command().env("CUDA_VISIBLE_DEVICES", "1,0"));
+    let uuid = |gpu| format!("GPU-67000000-0000-0000-0000-00000000000{gpu}");
+    for visible in ["1,0".into(), format!("{},{}", uuid(1), uuid(0)), format!("1,{}", uuid(0))] {
+        let mut session = Session::of(model.command().env("CUDA_VISIBLE_DEVICES", &visible));
+        session.must("init 0");
+        // Device 0 is GPU 1.
+        let totals = (session.call("total 0").1, session.call("total 1").1);
+        assert_eq!(totals, (CEILING / 2, CEILING), "{visible}");
+        session.must(&format!("alloc {}", CEILING / 2));
+        assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY, "{visible}");
+        assert_eq!((model.held(1), model.accounted(1)), (CEILING / 2, CEILING / 2), "{visible}");
+        // NVML knows nothing of it: there GPU 0 is GPU 0.
+        assert_eq!(session.call("nvml 0"), (0, CEILING, CEILING), "{visible}");
+        session.must("primary 1");
+        session.must(&format!("alloc {CEILING}"));
+        assert_eq!((model.held(0), model.accounted(0)), (CEILING, CEILING), "{visible}");
+        session.kill();
+    }
+    // One alone, which is device 0.
+    let mut session = Session::of(model.command().env("CUDA_VISIBLE_DEVICES", uuid(1)));
     session.must("init 0");
-    // Device 0 is GPU 1.
-    assert_eq!((session.call("total 0").1, session.call("total 1").1), (CEILING / 2, CEILING));
-    session.must(&format!("alloc {}", CEILING / 2));
-    assert_eq!(session.call("alloc 1").0, OUT_OF_MEMORY);
-    assert_eq!((model.held(1), model.accounted(1)), (CEILING / 2, CEILING / 2));
-    session.must("primary 1");
-    session.must(&format!("alloc {CEILING}"));
-    assert_eq!((model.held(0), model.accounted(0)), (CEILING, CEILING));
+    assert_eq!(session.call("total 0").1, CEILING / 2);
+    assert_ne!(session.call("total 1").0, 0);
+    assert_eq!(model.passed(), 0);
 }
 
 #[test]

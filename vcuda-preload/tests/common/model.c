@@ -204,12 +204,12 @@ int cuInit(unsigned flags) {
         ;
     if (self < 0)
         return state = NULL, OUT_OF_MEMORY;
-    /* CUDA_VISIBLE_DEVICES, indices only. */
+    /* CUDA_VISIBLE_DEVICES, indices and UUIDs. */
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     if (visible) {
         device_count = 0;
         for (char *rest = strdup(visible), *part; (part = strsep(&rest, ",")) && device_count < GPUS;)
-            order[device_count++] = atoi(part);
+            order[device_count++] = strncmp(part, "GPU-", 4) ? atoi(part) : part[strlen(part) - 1] - '0';
     }
     static int registered;
     if (!registered++)
