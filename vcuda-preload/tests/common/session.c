@@ -27,16 +27,16 @@
 typedef uint64_t u64;
 static void *cuda, *nvml;
 
-/* Leaves the name of what is called in the folder SESSION_CALLS. */
-static void note_call(void *address) {
-    Dl_info info;
+/* Looks up what is about to be called, and leaves its name in the folder SESSION_CALLS. */
+static void *look_up(void *library, const char *name) {
     char path[4096];
     int before = errno;
-    if (getenv("SESSION_CALLS") && dladdr(address, &info) && info.dli_sname) {
-        snprintf(path, sizeof path, "%s/%s", getenv("SESSION_CALLS"), info.dli_sname);
+    void *address = dlsym(library, name);
+    if (address && getenv("SESSION_CALLS")) {
+        snprintf(path, sizeof path, "%s/%s", getenv("SESSION_CALLS"), name);
         close(open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
     }
-    errno = before;
+    return errno = before, address;
 }
 
 static void *function(const char *name) {
@@ -53,10 +53,9 @@ static void *function(const char *name) {
                 static get resolve;
                 int version = atoi(getenv("SESSION_RESOLVES"));
                 if (!resolve) {
-                    get first = (get)dlsym(cuda, version < 12000 ? "cuGetProcAddress" : "cuGetProcAddress_v2");
+                    get first = (get)look_up(cuda, version < 12000 ? "cuGetProcAddress" : "cuGetProcAddress_v2");
                     if (!first || first("cuGetProcAddress", (void **)&resolve, version, 0, NULL) || !resolve)
                         exit(3);
-                    note_call(first), note_call(resolve);
                 }
                 char base[80];
                 strcpy(base, name);
@@ -71,13 +70,13 @@ static void *function(const char *name) {
                 /* By the name for per-thread default streams, where there is one. */
                 char other[96];
                 sprintf(other, "%s_ptsz", name);
-                address = dlsym(cuda, other);
+                address = look_up(cuda, other);
             }
             if (!address)
-                address = dlsym(strncmp(name, "nvml", 4) ? cuda : nvml, name);
+                address = look_up(strncmp(name, "nvml", 4) ? cuda : nvml, name);
             if (!address)
                 fprintf(stderr, "%s: %s\n", name, dlerror()), exit(3);
-            note_call(known[n].address = address);
+            known[n].address = address;
             return known[n].name = name, address;
         }
     }
