@@ -775,6 +775,22 @@ static int command(const char *name, u64 a, u64 b, u64 c, u64 *out) {
         command("free-pool", pool, 0, 0, unused);
         return result;
     }
+    if (!strcmp(name, "own-managed")) {
+        u64 pool, unused[2];
+        command("managed-pool", 2, 0, 0, &pool);
+        int result = command("from-pool", a, pool, 0, out);
+        command("free-pool", pool, 0, 0, unused);
+        return result;
+    }
+    if (!strcmp(name, "run-managed")) {
+        u64 graph, unused[2];
+        command("graph", 0, 0, 0, &graph), command("graph-managed", graph, a, 2, unused), command("exec", graph, 0, 0, out);
+        CALL("cuGraphDestroy", graph);
+        int result = command("launch", out[0], 0, 0, unused);
+        if (result)
+            command("free-exec", out[0], 0, 0, unused);
+        return result;
+    }
     /* What others may have. A descriptor is sent to who listens under a number. */
     static int descriptor = -1, listening = -1;
     if (!strcmp(name, "export")) return passes(&change_out, &descriptor), CALL("cuMemExportToShareableHandle", &descriptor, a, 1UL, 0UL);
@@ -845,7 +861,7 @@ static const struct { const char *make, *end; u64 unit; } KINDS[] = {
     {"alloc", "free", 1},       {"managed", "free", 1},         {"pitch", "free", 0},       {"array", "free-array", 0},
     {"mipmap", "free-mipmap", 0}, {"create", "release", 2 << 20}, {"async", "free-async", 1}, {"async", "free", 1},
     {"tiled", "free-array", 2 << 20}, {"bound", "release", 2 << 20}, {"run-graph", "end-graph", 1}, {"in-context", "destroy", 1},
-    {"own-pool", "free-async", 1},
+    {"own-pool", "free-async", 1}, {"own-managed", "free-async", 1}, {"run-managed", "free-exec", 1},
 };
 
 /* `alone`: no other process holds memory, so what CUDA says is in use must be what the driver gave out, after every step. */
