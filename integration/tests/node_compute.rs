@@ -13,7 +13,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use integration::{host::Options, node::Node, probe};
+use integration::{
+    host::Options,
+    node::Node,
+    probe::{self, OUT_OF_MEMORY},
+};
 use ledger::Shares;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -47,7 +51,12 @@ fn status(node: &Node, pod: &str) -> Value {
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "needs root and containerd: run integration/test"]
 async fn an_operator_changes_a_running_container_and_it_stays_changed() {
-    let mut node = node().await;
+    let mut node = Node::start(&Options::from_env().unwrap()).await.unwrap();
+    let at = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
+    node.vcuda.change(|file| file.metrics.listen = Some(at)).unwrap();
+    node.vcuda.start_device_plugin().unwrap();
+    node.vcuda.start_nri_plugin().await.unwrap();
+    node.wait_for_offer().await.unwrap();
     let pod = node.pod_with_share("train", 20, 32);
     let mut running = node.kubelet.run(&pod).await.unwrap();
     let other = node.kubelet.run(&node.pod_with_share("other", 50, 32)).await.unwrap();
@@ -68,6 +77,22 @@ async fn an_operator_changes_a_running_container_and_it_stays_changed() {
     assert_eq!(total(running.id("main")).await, (16 * GIB, 16 * GIB));
     let alive = node.cri().exec(running.id("main"), &["kill", "-0", &process]).await.unwrap();
     assert_eq!(alive.code, 0, "the process that was there goes on");
+
+    // Less memory than it holds: that stays, nothing more is to be had, and the metrics tell.
+    let said = |name: &str| metric(at, &format!("vcuda_share_memory_{name}"), "train");
+    let mib = |mib: u64| Some((mib << 20) as f64);
+    assert_eq!((said("limit_bytes"), said("refusals_total")), (mib(16 << 10), Some(0.0)));
+    assert!(set(&node, "train", &["--memory", "4GiB"]).status.success());
+    let report = probe::run(node.cri(), running.id("main"), &["--alloc", "1"]).await.unwrap();
+    assert_eq!(report.allocs[0].result, OUT_OF_MEMORY, "{report:?}");
+    assert_eq!((report.gpus[0].total_bytes, report.memory.unwrap().free_bytes), (4 * GIB, 0));
+    assert_eq!((said("limit_bytes"), said("used_bytes")), (mib(4 << 10), mib(6144)));
+    assert_eq!(said("refusals_total"), Some(1.0));
+    let alive = node.cri().exec(running.id("main"), &["kill", "-0", &process]).await.unwrap();
+    assert_eq!(alive.code, 0, "the process that was there goes on");
+    assert!(set(&node, "train", &["--memory", "16GiB"]).status.success());
+    let report = probe::run(node.cri(), running.id("main"), &["--alloc", "8192"]).await.unwrap();
+    assert_eq!(report.allocs[0].result, 0, "raised at once: {report:?}");
 
     // More than the GPU has.
     let output = set(&node, "train", &["--core", "51", "--core-limit", "60"]);
