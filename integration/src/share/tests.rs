@@ -69,7 +69,7 @@ fn attackers_get_no_more_than_their_share_and_their_neighbours_no_less() {
     }
 }
 
-/// A borrower that nothing held back had 1,024 launches queued when the owner woke up: 280 ms of 100 us, and of longer ones
+/// A borrower that nothing held back had 1,024 launches queued when the owner woke up: up to 262 ms of 100 us, and of longer ones
 /// seconds.
 #[test]
 fn what_was_lent_is_back_in_time_however_long_the_borrowers_kernels_are() {

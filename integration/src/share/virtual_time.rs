@@ -311,7 +311,7 @@ impl World {
                 thread.ready = now + WAIT_NS;
             } else if std::mem::take(&mut thread.waits) {
                 thread.ready = now + if work.launches_a_process.is_some() { START_NS } else { RETURN_NS };
-            } else if gpu.engine.outstanding(thread.process, stream) >= QUEUE {
+            } else if gpu.engine.pending(thread.process, stream) >= QUEUE {
                 thread.ready = now + LATE_NS;
             } else {
                 gpu.engine.launch(thread.process, stream, kernel_ns, now);

@@ -163,9 +163,14 @@ impl Engine {
         self.turns.sample(Some(process), number)
     }
 
-    /// Work that a stream has to do; where this is `QUEUE`, a launch would have to wait.
+    /// Work that a stream has to do of what was submitted, which has a mark behind it each.
     pub fn outstanding(&self, process: usize, stream: u64) -> usize {
-        let pending = |own: &Process| Some(own.timeline.pending(*own.streams.get(&stream)?).div_ceil(2));
+        self.pending(process, stream).div_ceil(2)
+    }
+
+    /// Kernels and marks that a stream has to do; where this is `QUEUE`, a launch would have to wait.
+    pub fn pending(&self, process: usize, stream: u64) -> usize {
+        let pending = |own: &Process| Some(own.timeline.pending(*own.streams.get(&stream)?));
         self.processes.get(&process).and_then(pending).unwrap_or(0)
     }
 
